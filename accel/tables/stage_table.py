@@ -101,7 +101,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="quantize",
-        version=5,
+        version=6,
         function="accel.converters.quantize.stage:quantize",
         config="accel.converters.quantize.stage:QuantizeConfig",
         takes=("onnx",),

@@ -14,23 +14,22 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
 
 from accel.progress import report
 from accel.sources.onnx.weights import weight_array
 
 from ..graph.write import write_onnx
+from .nbits import add_weights, block_scales, finish, replace_product
 from .stage import Task
 from .texts import observed
-from .weights import ACCURACY_LEVEL, chosen_products
+from .weights import chosen_products
 
 # The products are treated in groups whose sums of activations together take at most this many bytes. The texts run once
 # for each group.
 _SUMS_BYTES = 1 << 30
 # The share of the mean square of the activations that is added to the square of each channel.
 _DAMPING = 0.01
-# Each block tries these shares of its largest scale, because a smaller one may round most weights better.
-_SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+_BITS = 4
 _LOWEST, _HIGHEST = -8, 7
 # The errors of this many channels are carried over to the later channels at once.
 _AT_ONCE = 128
@@ -43,7 +42,7 @@ def run_gptq(task: Task) -> dict[str, Any]:
     nodes = chosen_products(model, task)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     made: dict[str, list[str]] = {}
-    done = 0
+    done, block = 0, task.config.block_size
     for group in _groups(nodes, tensors):
         sums = _sums(model, sorted({node.input[0] for node in group}), task)
         for node in group:
@@ -51,13 +50,12 @@ def run_gptq(task: Task) -> dict[str, Any]:
             done += 1
             source, weight = node.input[0], node.input[1]
             if weight not in made:
-                made[weight] = _quantized(model, tensors[weight], sums[source], task.config.block_size)
-            _replace(node, made[weight], tensors[weight], task.config.block_size)
-    _drop(model, made)
-    if not any(entry.domain == "com.microsoft" for entry in model.opset_import):
-        model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+                steps, scales = rounded(weight_array(tensors[weight]), sums[source], block)
+                made[weight] = add_weights(model, weight, steps, scales, _BITS, block)
+            replace_product(node, made[weight], tensors[weight].dims, _BITS, block)
+    finish(model, list(made))
     write_onnx(model, task.out)
-    return {"block_size": task.config.block_size, "damping": _DAMPING}
+    return {"block_size": block, "damping": _DAMPING}
 
 
 def _groups(nodes: Sequence[onnx.NodeProto], tensors: dict[str, onnx.TensorProto]) -> Iterator[list[onnx.NodeProto]]:
@@ -105,7 +103,7 @@ def rounded(weights: np.ndarray, sums: np.ndarray, block: int) -> tuple[np.ndarr
             channel = start + row
             if channel % block == 0:
                 importance = 1 / np.diag(factor)[channel : channel + block] ** 2
-                scales[channel // block] = _scales(part[row : row + block], importance)
+                scales[channel // block] = block_scales(part[row : row + block], _BITS, importance)
             scale = scales[channel // block]
             steps[channel] = np.clip(np.rint(part[row] / scale), _LOWEST, _HIGHEST)
             errors[row] = (part[row] - steps[channel] * scale) / factor[channel, channel]
@@ -122,51 +120,3 @@ def _factor(sums: np.ndarray) -> np.ndarray:
     square[np.diag_indices_from(square)] += _DAMPING * diagonal.mean() + np.where(diagonal == 0, 1.0, 0.0)
     found: np.ndarray = np.linalg.cholesky(np.linalg.inv(square)).T.astype(np.float32)
     return found
-
-
-def _scales(block: np.ndarray, importance: np.ndarray) -> np.ndarray:
-    """Returns the scale of each column. Its largest weight becomes -8, or is clipped if that rounds the others better.
-    ``importance`` [inputs] weighs the squares of the errors."""
-    largest = np.take_along_axis(block, np.abs(block).argmax(axis=0)[None], axis=0)[0]
-    whole = np.where(largest == 0, 1.0, largest / _LOWEST).astype(np.float32)
-    best, least = whole, np.full(len(whole), np.inf)
-    for share in _SHRUNK:
-        scale = whole * np.float32(share)
-        wrong = block - np.clip(np.rint(block / scale), _LOWEST, _HIGHEST) * scale
-        lost = (importance[:, None] * wrong**2).sum(axis=0)
-        best, least = np.where(lost < least, scale, best), np.minimum(lost, least)
-    return best
-
-
-def _quantized(model: onnx.ModelProto, tensor: onnx.TensorProto, sums: np.ndarray, block: int) -> list[str]:
-    """Adds the packed weights and their scales to the model, and returns their names."""
-    steps, scales = rounded(weight_array(tensor), sums, block)
-    blocks, outputs = scales.shape
-    padded = np.zeros((blocks * block, outputs), np.int8)
-    padded[: len(steps)] = steps
-    unsigned = (padded.T.reshape(outputs, blocks, block) - _LOWEST).astype(np.uint8)
-    arrays = {
-        f"{tensor.name}/int4": unsigned[..., ::2] | (unsigned[..., 1::2] << 4),
-        f"{tensor.name}/scales": np.ascontiguousarray(scales.T),
-    }
-    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
-    return list(arrays)
-
-
-def _replace(node: onnx.NodeProto, made: Sequence[str], tensor: onnx.TensorProto, block: int) -> None:
-    """Turns the product ``node`` into a MatMulNBits of the quantized weights ``made``."""
-    inputs, outputs = tensor.dims
-    sizes = {"K": inputs, "N": outputs, "bits": 4, "block_size": block, "accuracy_level": ACCURACY_LEVEL}
-    node.CopyFrom(
-        helper.make_node(
-            "MatMulNBits", [node.input[0], *made], list(node.output), name=node.name, domain="com.microsoft", **sizes
-        )
-    )
-
-
-def _drop(model: onnx.ModelProto, quantized: dict[str, list[str]]) -> None:
-    """Removes the float weights that no node reads any more."""
-    read = {name for node in model.graph.node for name in node.input}
-    kept = [tensor for tensor in model.graph.initializer if tensor.name not in quantized or tensor.name in read]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(kept)

@@ -5,24 +5,20 @@ Activations stay float32 in the file, so only AWQ needs calibration. ``quantize`
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 from typing import Any
 
 import onnx
 
 from accel.sources.onnx.file import read_proto
+from accel.sources.onnx.weights import weight_array
 
 from ..graph.write import write_onnx
+from .nbits import ACCURACY_LEVEL, add_weights, finish, replace_product, rounded_blocks
 from .products import product_weights
 from .stage import AWQ, Task
 
 _BITS = {"int8-weights": 8, "int4-weights": 4, AWQ: 4}
-
-# The accuracy level of MatMulNBits is the dtype to which the operator may round blocks of activations. Level 4 means
-# int8, for which CPUs have instructions.
-ACCURACY_LEVEL = 4
 
 
 def run_nbits(task: Task) -> dict[str, Any]:
@@ -31,24 +27,18 @@ def run_nbits(task: Task) -> dict[str, Any]:
 
     There are no zero points. Returns the notes.
     """
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
-
-    logging.getLogger().setLevel(logging.ERROR)
     model = onnx.load(str(task.path))
-    chosen = {node.name for node in chosen_products(model, task)}
-    others = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.name not in chosen]
-    quantizer = MatMulNBitsQuantizer(
-        model,
-        bits=_BITS[task.config.mode],
-        block_size=task.config.block_size,
-        is_symmetric=True,
-        accuracy_level=ACCURACY_LEVEL,
-        nodes_to_exclude=others,
-    )
-    with contextlib.redirect_stdout(io.StringIO()):
-        quantizer.process()
-    write_onnx(quantizer.model.model, task.out)
-    return {"block_size": task.config.block_size}
+    bits, size = _BITS[task.config.mode], task.config.block_size
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    made: dict[str, list[str]] = {}
+    for node in chosen_products(model, task):
+        name = node.input[1]
+        if name not in made:
+            made[name] = add_weights(model, name, *rounded_blocks(weight_array(tensors[name]), bits, size), bits, size)
+        replace_product(node, made[name], tensors[name].dims, bits, size)
+    finish(model, list(made))
+    write_onnx(model, task.out)
+    return {"block_size": size}
 
 
 def run_compressed(task: Task) -> dict[str, Any]:
