@@ -41,7 +41,7 @@ class LowerCacheConfig(StageConfig):
 
     precision: str = INT8
     data: Path | None = None
-    samples: int = 32
+    samples: int = 8
 
 
 class CacheNotLowered(StageFailed):

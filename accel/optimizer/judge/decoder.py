@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 KL, PERPLEXITY, TOP1 = MEASURES = ("kl", "perplexity", "top1")
 
 _TEXTS_FILE = "texts.npz"
+# The tokens whose distributions are compared at once. More would leave the cache of a core.
+_ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ class DecoderJudge(Judge):
     def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
         """Returns a hash of everything that a judgement depends on."""
         text = path_sha256(self._text) if self._text else ""
-        part = f"decoder {self._measure_name} {WINDOW} {MOST_TOKENS}"
+        part = f"decoder, short texts, {self._measure_name} {WINDOW} {MOST_TOKENS}"
         part += f" {self._contexts}" if self._rounds_cache(candidate) else ""
         return text_sha256("\n".join([self.source.digest, candidate.digest, str(sorted(options.items())), text, part]))
 
@@ -122,7 +124,7 @@ class DecoderJudge(Judge):
         with open_session(candidate, runtime, settings) as session:
             for number, (ids, reference) in enumerate(zip(windows, wanted, strict=True)):
                 report("judging", number / len(windows))
-                found = Replay(session, 1).step(ids[None])[0]
+                found = Replay(session, 1).step(ids[None])[0, :-1]
                 largest = max(largest, float(abs(found - reference).max()))
                 total += sums(ids, reference, found)
             in_cache = self._at_contexts(session) if self._rounds_cache(candidate) else {}
@@ -162,7 +164,9 @@ class DecoderJudge(Judge):
         """Returns a file with texts that the judge doesn't read (see ``calibration_texts``), made once for the
         cache."""
         text = path_sha256(self._text) if self._text else ""
-        key = text_sha256("\n".join(["texts to calibrate on", self.source.digest, text, str(WINDOW), str(MOST_TOKENS)]))
+        key = text_sha256(
+            "\n".join(["short texts to calibrate on", self.source.digest, text, str(WINDOW), str(MOST_TOKENS)])
+        )
         if not (cache.entry(key) / _TEXTS_FILE).is_file():
             with cache.scratch() as folder, open_session(self.source, gate_runtime(self.source), PATIENT) as session:
                 texts = calibration_texts(Decoder(self.source, session, self._folder), self._text)
@@ -179,12 +183,12 @@ class DecoderJudge(Judge):
         )
 
     def _of_source(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Returns the texts, and the source's logits for each text."""
+        """Returns the texts, and the source's logits of all tokens of each text but the last."""
         if self._windows is None or self._logits is None:
             with open_session(self.source, gate_runtime(self.source), PATIENT) as session:
                 decoder = Decoder(self.source, session, self._folder)
-                self._windows = list(judged_texts(decoder, self._text))
-                self._logits = [Replay(session, 1).step(ids[None])[0] for ids in self._windows]
+                texts = list(judged_texts(decoder, self._text))
+            self._windows, self._logits = [ids for ids, _ in texts], [logits for _, logits in texts]
             import numpy as np
 
             if not all(np.isfinite(logits).all() for logits in self._logits):
@@ -196,13 +200,18 @@ class DecoderJudge(Judge):
 
 def sums(ids: np.ndarray, reference: np.ndarray, found: np.ndarray) -> Sums:
     """Returns the sums over the tokens ``ids`` [length]. ``reference`` and ``found`` are the logits of the source and
-    of the candidate, [length, vocabulary]."""
+    of the candidate, [length, vocabulary]. The logits of the last token aren't needed."""
+    parts = (slice(start, min(start + _ROWS, len(ids) - 1)) for start in range(0, len(ids) - 1, _ROWS))
+    return sum((_sums(ids[1:][part], reference[part], found[part]) for part in parts), start=Sums())
+
+
+def _sums(following: np.ndarray, reference: np.ndarray, found: np.ndarray) -> Sums:
     import numpy as np
 
-    wanted, other = _log_probabilities(reference[:-1]), _log_probabilities(found[:-1])
-    at = np.arange(len(ids) - 1), ids[1:]
+    wanted, other = _log_probabilities(reference), _log_probabilities(found)
+    at = np.arange(len(following)), following
     return Sums(
-        tokens=len(ids) - 1,
+        tokens=len(following),
         divergence=float((np.exp(wanted) * (wanted - other)).sum()),
         candidate=-float(other[at].sum()),
         source=-float(wanted[at].sum()),

@@ -86,13 +86,14 @@ def test_the_command(cli: Callable[..., object], folder: Path, tmp_path: Path) -
 
 
 def test_a_decoder_judges_itself_without_a_loss(folder: Path, tmp_path: Path) -> None:
-    """Fails if a model differs from itself, on a text or on texts of its own."""
+    """Fails if a model differs from itself, on a text or on texts of its own. The source computes its own texts token
+    by token as it samples them, and a candidate computes them at once, so their logits differ by rounding."""
     (tmp_path / "text.txt").write_text("to be or not to be")
     artifact = accel.Source(folder).open()
     for text in (tmp_path / "text.txt", None):
         judgement = DecoderJudge(artifact, text).judge(artifact, {})
         assert judgement.drop == pytest.approx(0.0, abs=1e-9)
-        assert judgement.metric == judgement.reference_metric
+        assert judgement.metric == pytest.approx(judgement.reference_metric, rel=0 if text else 1e-6)
         assert "100.0% of the most likely tokens unchanged" in judgement.details
 
 
@@ -104,12 +105,12 @@ def test_calibration_reads_other_texts(folder: Path, tmp_path: Path) -> None:
     with open_session(artifact) as session:
         decoder = Decoder(artifact, session)
         ids = decoder.tokenizer.encode(text.read_text())
-        judged = np.concatenate(list(judged_texts(decoder, text)))
+        judged = np.concatenate([own for own, _ in judged_texts(decoder, text)])
         chosen = calibration_texts(decoder, text)
         assert judged.tolist() == ids[:2048]
         assert chosen.ravel().tolist() == ids[2048:][: chosen.size]
         text.write_text("short")
-        own, others = calibration_texts(decoder, text), list(judged_texts(decoder, None))
+        own, others = calibration_texts(decoder, text), [ids for ids, _ in judged_texts(decoder, None)]
     assert not any(np.array_equal(one[: len(other)], other) for one in own for other in others)
 
 
