@@ -107,7 +107,8 @@ def export(
     )
     if as_decoder:
         named = replace(named, decoder=True)
-    from .decoder.pair import export_pair, is_pair
+    from .decoder.pair import export_pair
+    from .decoder.parts import is_pair
 
     if not is_onnx and to == "onnx" and is_pair(named, Path(out) if out is not None else None):
         return to_folder(export_pair, "an encoder and a decoder", named)

@@ -16,8 +16,9 @@ from accel.signature.encoder_decoder import Caches
 if TYPE_CHECKING:
     import numpy as np
 
-# The most tokens of a prompt that run at once. More would be no faster, and would need more memory for their logits.
-PROMPT_TOKENS = 512
+# The most tokens of a prompt that run at once. More would be no faster, and would need more memory for their logits: a
+# prompt of 1,024 tokens of a Llama with 215 MiB of int4 weights takes 335 MiB instead of 506 with 512 tokens at once.
+PROMPT_TOKENS = 128
 
 
 class StepCache(Protocol):
@@ -74,6 +75,7 @@ class Replay:
             logits = self.step(ids[:, start:end], None if mask is None else mask[:, start:end])
             if end == count:
                 return logits[:, -last:]
+            del logits  # the next part doesn't run beside them
             check_cancelled()
             start, end = end, end + PROMPT_TOKENS
 

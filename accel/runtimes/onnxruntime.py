@@ -231,6 +231,8 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings.inter_op_num_threads = 1
     settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     settings.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, _LEVELS[options.graph_level])
+    # A decoder takes other sizes at each step, so an arena would keep buffers of sizes that don't come again.
+    settings.enable_cpu_mem_arena = decoder.Cache.of(artifact.signature) is None
     path = artifact.path
     if not path.is_file():
         raise InvalidModel(f"{path} does not exist; check the path")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from accel.artifact import Artifact
 from accel.decoders.decoder import Decoder
 from accel.decoders.encoder_decoder import TextPair
 from accel.decoders.generation import Generation, Row, Token, begin
@@ -22,7 +21,7 @@ from accel.runtimes.base import open_session
 from accel.sources.source import Model, Source, SourceOptions
 from accel.spelling import option
 
-from .pair import open_pair
+from .parts import open_parts
 
 Prompt = str | Sequence[int]
 
@@ -171,11 +170,8 @@ def generate(
         raise UsageError(f"{option('sequences', sequences)} gives no answer; give at least 1")
     given = _listed(prompts)
     source = Source.of(model, **about)
-    pair = open_pair(source)
-    if pair is None and source.native and source.form is None:
-        source = replace(source, decoder=True)
     with ExitStack() as stack:
-        decoder = _opened(source, pair, stack, runtime, options)
+        decoder = _opened(source, stack, runtime, options)
         sampling = replace(sampling, grammar=open_grammar(decoder, json_schema, grammar))
         needed = chat or any(isinstance(prompt, str) for prompt in given)
         tokenizer = _tokenizer(decoder, needed)
@@ -197,19 +193,13 @@ def generate(
         return Answers(generation, tokenizer, stack.pop_all())
 
 
-def _opened(
-    source: Source,
-    pair: tuple[Artifact, Artifact] | None,
-    stack: ExitStack,
-    runtime: str | None,
-    options: Mapping[str, Any] | None,
-) -> Decoder:
+def _opened(source: Source, stack: ExitStack, runtime: str | None, options: Mapping[str, Any] | None) -> Decoder:
     """Opens the decoder, or both parts of an encoder-decoder."""
-    if pair is None:
-        artifact = source.open()
+    artifact, encoder = open_parts(source)
+    if encoder is None:
         return Decoder(artifact, stack.enter_context(open_session(artifact, runtime, options)))
-    encoder, session = (stack.enter_context(open_session(part, runtime, options)) for part in pair)
-    return TextPair(pair[1], session, encoder)
+    first, second = (stack.enter_context(open_session(part, runtime, options)) for part in (encoder, artifact))
+    return TextPair(artifact, second, first)
 
 
 def _draft(
@@ -223,11 +213,7 @@ def _draft(
     """Opens the draft, and checks that its tokens are those of ``decoder``."""
     if isinstance(draft, str) and draft == NGRAM:
         return Ngrams()
-    source = Source.of(draft)
-    pair = open_pair(source)
-    if pair is None and source.native and source.form is None:
-        source = replace(source, decoder=True)
-    small = _opened(source, pair, stack, runtime, options)
+    small = _opened(Source.of(draft), stack, runtime, options)
     check_draft(decoder, small, tokenizer)
     return SmallDecoder(small)
 

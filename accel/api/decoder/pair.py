@@ -1,10 +1,7 @@
-"""Opens and exports encoder-decoders as two files, and proves both together against PyTorch."""
+"""Exports encoder-decoders as two files, and proves both together against PyTorch."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from accel.artifact import Artifact
@@ -16,59 +13,16 @@ from accel.optimizer.publish import check_out
 from accel.proof.compare import Difference, compare
 from accel.signature.decoder import LOGITS
 from accel.signature.encoder_decoder import DECODER_FILE, ENCODER_FILE, Caches
-from accel.sources.run_folder import CONFIG
 from accel.sources.source import Source
 from accel.spelling import option
 from accel.stage import GateResult
 from accel.tables.limits import VERIFY_LIMITS
 
 from ..export import to_onnx, to_onnx_config, usual_limit
+from .parts import DECODER, ENCODER, encoder_of, is_pair, open_parts
 
-ENCODER, DECODER = "encoder", "decoder"
 # The most tokens that the gate runs.
 _LONGEST = 128
-
-
-def is_pair(source: Source, out: Path | None = None) -> bool:
-    """Tells whether ``source`` is a folder of an encoder-decoder of transformers, to be opened as two parts. A user who
-    declares the inputs, wants a single file or says ``decoder=False`` gets one pass without a cache."""
-    if source.decoder is False or source.inputs or (out is not None and out.suffix):
-        return False
-    if not source.native or source.form is not None:
-        return False
-    try:
-        config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
-        names = config["architectures"]
-        found = isinstance(names, list) and bool(names) and isinstance(config, Mapping)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
-    if not found or not config.get("is_encoder_decoder"):
-        return False
-    from accel.sources.torch.pretrained.transformers_folder import answers
-
-    return answers(str(names[0]))
-
-
-def open_pair(source: Source) -> tuple[Artifact, Artifact] | None:
-    """Opens both parts of an encoder-decoder, a folder of transformers or of ``export_pair``. Returns None for any
-    other model. Raises ``BadSource`` if the encoder is missing."""
-    if source.native:
-        if not is_pair(source):
-            return None
-        source = replace(source, decoder=None)
-        return source.open(part=ENCODER), source.open(part=DECODER)
-    decoder = source.open()
-    if Caches.of(decoder.signature) is None:
-        return None
-    return encoder_of(decoder), decoder
-
-
-def encoder_of(decoder: Artifact) -> Artifact:
-    """Opens the encoder beside an exported decoder. Raises ``BadSource`` if it is missing."""
-    path = decoder.path.with_name(ENCODER_FILE)
-    if not path.is_file():
-        raise BadSource(f"{path} does not exist, and the decoder beside it needs it; export the model again")
-    return Source(path).open()
 
 
 def export_pair(
@@ -116,13 +70,14 @@ def checked_pair(
     second = candidate.open()
     if Caches.of(second.signature) is None:
         return None
-    first = open_pair(reference) if reference.native else None
-    if first is None:
+    if not is_pair(reference):
         raise UsageError(
             f"{second.path} is the decoder of an encoder-decoder; compare it with the folder of transformers that it "
             "was made from"
         )
     allowed = limit if limit is not None else VERIFY_LIMITS[second.properties.get("precision", "fp32")]
-    gate = pair_gate(*first, encoder_of(second), allowed)
-    wanted, found = gate.prefill(first[1], second)
-    return compare({LOGITS: wanted}, {LOGITS: found})[0], gate.check(first[1], second), allowed
+    decoder, encoder = open_parts(reference)
+    assert encoder is not None, "the reference has both parts"
+    gate = pair_gate(encoder, decoder, encoder_of(second), allowed)
+    wanted, found = gate.prefill(decoder, second)
+    return compare({LOGITS: wanted}, {LOGITS: found})[0], gate.check(decoder, second), allowed

@@ -73,12 +73,12 @@ class InPlaceCache(KvCache):
         if tokens <= room:
             return
         room = -(-max(tokens, room + room // 2) // _ROOM) * _ROOM
+        self._binding = None  # it holds the old buffers, which are freed one after the other
         for name, old in self._buffers.items():
             _, heads, _, size = old.shape
             made = np.zeros((rows, heads, room, size), old.dtype)
             made[:, :, : self._length] = old[:, :, : self._length]
             self._buffers[name] = made
-        self._binding = None
 
     def _row_by_row(self, feeds: Feeds) -> Iterator[np.ndarray]:
         """Runs the step for each row alone, because the operator takes several new tokens after others for one row

@@ -17,7 +17,8 @@ import torch
 from onnx import helper
 
 import accel
-from accel.api.decoder.pair import encoder_of, pair_gate
+from accel.api.decoder.pair import pair_gate
+from accel.api.decoder.parts import encoder_of
 from accel.artifact import Artifact
 from accel.errors import AccelError, BadSource, UnsupportedHere, UsageError
 from accel.sources.source import Source

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 import accel
+from accel import artifact as module
 from accel.decoders.decoder import Decoder
 from accel.decoders.generation import Generation, Row
 from accel.decoders.replay import Replay
@@ -64,11 +68,15 @@ def test_a_long_prompt_runs_in_parts(
     long prompt are in memory at once."""
     monkeypatch.setattr("accel.decoders.replay.PROMPT_TOKENS", 2)
     found: list[int] = []
+    alive: list[weakref.ref[np.ndarray]] = []
     step = Replay.step
 
     def counted(self: Replay, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        assert ids.shape[1] == 1 or not any(logits() is not None for logits in alive)
         found.append(ids.shape[1])
-        return step(self, ids, mask)
+        logits = step(self, ids, mask)
+        alive.append(weakref.ref(logits))
+        return logits
 
     monkeypatch.setattr(Replay, "step", counted)
     answers = accel.generate(folder, prompts, max_new_tokens=3)
@@ -106,6 +114,27 @@ def test_the_weights_of_a_decoder_are_in_a_second_file(
     assert (
         accel.generate(tmp_path, PROMPTS, max_new_tokens=6).ids == accel.generate(folder, PROMPTS, max_new_tokens=6).ids
     )
+
+
+def test_opening_reads_each_file_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the weights are hashed twice, or if a generation waits for the import of a library that it doesn't
+    need."""
+    read: list[str] = []
+    sha256 = module.file_sha256
+
+    def counted(path: Path) -> str:
+        read.append(path.name)
+        return sha256(path)
+
+    monkeypatch.setattr(module, "file_sha256", counted)
+    accel.generate(folder, [[5, 60, 7]], max_new_tokens=1).close()
+    assert sorted(read) == sorted(path.name for path in accel.Artifact.open(folder / "model.onnx").files)
+    code = (
+        "import sys, accel; accel.generate(sys.argv[1], [[5, 60, 7]], max_new_tokens=2).ids; "
+        "print([name for name in ('torch', 'transformers', 'openvino', 'accel.optimizer') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, folder], check=True, capture_output=True, text=True)
+    assert ran.stdout.strip() == "[]"
 
 
 def test_a_row_that_ends_leaves_the_batch() -> None:
