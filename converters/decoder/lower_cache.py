@@ -41,7 +41,7 @@ class LowerCacheConfig(StageConfig):
 
     precision: str = INT8
     data: Path | None = None
-    samples: int = 8
+    samples: int = 32
 
 
 class CacheNotLowered(StageFailed):
