@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import logging
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,10 @@ os.environ.setdefault("ACCEL_QUIET", "1")
 # Two pytest workers and their children share the cores, so a thread that waits must not spin. OpenMP reads this when
 # PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# pytest would add its handlers to PyTorch's log for machines, too. PyTorch would then describe many steps of an export,
+# each with its stack. Nobody reads this log here.
+logging.getLogger("torch.__trace").addHandler = lambda _: None  # type: ignore[method-assign]
 
 # Hypothesis examples have no deadline, because the machine may be busy. Each run of the suite uses the same examples.
 # With --hypothesis-profile=default, a run uses new examples.
