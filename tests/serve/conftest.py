@@ -24,7 +24,8 @@ from tests.support.serving import Served, Start, linear, two_inputs
 # The modules whose tests always run on all gRPC transports, and those that always run on ``cygrpc`` and ``native``. All
 # other tests of a server run on ``cygrpc``, and on the others with the marker ``proof``. Nightly tests and tests for a
 # GPU run on all where they run at all. A module may name its TRANSPORTS itself. A test with the marker ``http`` uses
-# the HTTP port alone, which is the same beside every gRPC transport, and runs on ``cygrpc`` only.
+# the HTTP port alone, which is the same beside every gRPC transport, and runs on ``cygrpc`` only. A test with the
+# marker ``loop`` is about a loop that takes the calls itself, while grpcio's own server passes each call to a thread.
 ON_ALL = ("test_grpc_infer", "test_grpc_control", "test_drain")
 ON_NATIVE = (*ON_ALL, "test_together", "test_large_messages")
 
@@ -34,7 +35,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         apart = any(metafunc.definition.get_closest_marker(name) for name in ("nightly", "gpu"))
         module = metafunc.module.__name__.rpartition(".")[2]
         always = [CYGRPC] + [name for name, on in ((GRPC, ON_ALL), (NATIVE, ON_NATIVE)) if apart or module in on]
-        proof = [pytest.param(name, marks=pytest.mark.proof) for name in (GRPC, NATIVE) if name not in always]
+        others = (NATIVE,) if metafunc.definition.get_closest_marker("loop") else (GRPC, NATIVE)
+        proof = [pytest.param(name, marks=pytest.mark.proof) for name in others if name not in always]
         http = metafunc.definition.get_closest_marker("http")
         only = (CYGRPC,) if http else getattr(metafunc.module, "TRANSPORTS", ())
         metafunc.parametrize("transport", only or [*always, *proof], indirect=True)

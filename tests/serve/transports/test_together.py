@@ -61,11 +61,10 @@ def watched(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> An
     return process, sessions
 
 
-def test_calls_that_arrive_together_share_a_run(watched: Any, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.loop
+def test_calls_that_arrive_together_share_a_run(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if calls that have arrived while the loop was busy run one by one, if the loop's thread doesn't run a brief
     model itself, or if a caller gets the rows of another caller."""
-    if transport == GRPC:
-        pytest.skip("grpcio's own server passes each call to a thread")
     process, sessions = watched
     session = sessions["linear"]
     monkeypatch.setattr(turns, "_STUCK", 60.0)  # no other thread takes over while this test holds the loop
@@ -120,10 +119,9 @@ def burst(made: Any, session: Watched, count: int, patience: float) -> list[Any]
     return answers
 
 
-def test_a_brief_model_that_hangs(watched: Any, transport: str) -> None:
+@pytest.mark.loop
+def test_a_brief_model_that_hangs(watched: Any) -> None:
     """Fails if a model whose runs were brief holds up the calls of other models once a run takes long."""
-    if transport == GRPC:
-        pytest.skip("grpcio's own server passes each call to a thread")
     process, sessions = watched
     go, entered = threading.Event(), threading.Event()
 
@@ -190,11 +188,10 @@ def test_a_grpcio_that_is_not_known(
         chosen(CYGRPC)
 
 
-def test_calls_that_are_cancelled_at_once(watched: Any, transport: str) -> None:
+@pytest.mark.loop
+def test_calls_that_are_cancelled_at_once(watched: Any) -> None:
     """Fails if calls that clients reset as soon as they have sent them (rapid reset) take threads, stay open, or end
     the service for others."""
-    if transport == GRPC:
-        pytest.skip("grpcio's own server passes each call to a thread")
     process, _ = watched
     request = triton.service_pb2.ModelInferRequest(model_name="linear")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
