@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, settings
 
 from accel.artifact import Artifact
+from tests.forked import Server, fresh
 from tests.short_measurements import shorten
 
 pytest_plugins = ["tests.support.tensorflow_models"]
@@ -61,6 +62,27 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_children() -> Iterator[None]:
+    """Forks accel's child processes from a server that has already imported the libraries, if several pytest workers
+    run. A test that runs alone starts each child as a user's command does."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    server = Server("child")
+    with server.installed():
+        yield
+    server.end()
+
+
+@pytest.fixture
+def fresh_interpreters() -> Iterator[None]:
+    """Makes the test start new Python interpreters instead of forking, like a user's command. Each interpreter imports
+    all modules again."""
+    with fresh():
+        yield
 
 
 @pytest.fixture(scope="session")

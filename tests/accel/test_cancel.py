@@ -24,6 +24,9 @@ from accel.sources.onnx.file import open_onnx
 from accel.stage import StageConfig, run_stage
 from accel.tables.stage_table import Stage
 
+# These tests are about the end of processes, so each process is a new interpreter.
+pytestmark = pytest.mark.usefixtures("fresh_interpreters")
+
 MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (float[batch, 4] y) { y = Relu (x) }'
 
 

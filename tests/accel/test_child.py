@@ -20,6 +20,9 @@ from accel.errors import ChildCrashed, MissingExtra, UnknownName
 from accel.machine import collect_rarely
 from accel.progress import watched_by
 
+# These tests are about the start of a child, so each child is a new interpreter.
+pytestmark = pytest.mark.usefixtures("fresh_interpreters")
+
 
 def _alive(pid: int) -> bool:
     try:

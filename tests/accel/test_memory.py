@@ -19,6 +19,9 @@ from accel.proof.gates import OutputGate
 from accel.runtimes.base import open_session
 from accel.sources.onnx.file import open_onnx
 
+# A forked process shares memory with others, so these tests measure new interpreters.
+pytestmark = pytest.mark.usefixtures("fresh_interpreters")
+
 WIDTH, LAYERS, SIZES = 768, 28, (1, 2)
 SIZE = WIDTH * WIDTH * LAYERS * 4  # in bytes
 

@@ -360,6 +360,7 @@ def test_the_delay_of_a_real_session_is_found(mlp: Artifact) -> None:
     assert report.row("ten times").verdict == "slower", report
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_first_run_and_peak_memory_are_of_the_candidate_alone() -> None:
     """Fails if peak memory is read from ru_maxrss, which a child inherits from its parent."""
     ballast = np.ones(120_000_000, np.uint8)  # 114 MiB in this process

@@ -1,5 +1,5 @@
-"""Forks the processes of the training tests from a server that has already imported torch. The module ``forked``
-describes the server."""
+"""Forks the processes of the training tests from a server that has already imported torch. The module
+``tests.forked`` describes the server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.accel.train.forked import Server, fresh
+from tests.forked import Server
 
 
 @pytest.fixture(scope="session")
 def _server() -> Iterator[Server]:
-    server = Server()
+    server = Server("training")
     yield server
     server.end()
 
@@ -28,11 +28,3 @@ def _forked(_server: Server) -> Iterator[None]:
         torch.set_num_threads(1)
         yield
         torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def fresh_interpreters(_forked: None) -> Iterator[None]:
-    """Makes the test start new Python interpreters instead of forking, like a user's command. Each interpreter imports
-    all modules again."""
-    with fresh():
-        yield

@@ -399,6 +399,7 @@ def environment_of(pid: int) -> list[str]:
     return found.split("\0")
 
 
+@pytest.mark.usefixtures("fresh_interpreters")  # their environment is read from /proc
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a library's temporary files remain after a run, an interrupt or a crash. The libraries write files to
     two places: the working directory and the folder of their input. A killed library leaves files in the system's
