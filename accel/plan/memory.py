@@ -247,7 +247,7 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     held += gradient * spec.embedding * (1 - 1 / layout.tp)
     if layout.zero == 3:
         held += 2 * weight * block + weight * spec.outside / layout.tp
-        if layout.disk_parameters:  # the shards of two blocks are read while a block is gathered
+        if layout.disk_parameters:  # the shards of two blocks are read, or gradients of that size are written
             held += 2 * weight * block / layout.shards
     if layout.precision.startswith("autocast"):
         held += 2 * sum(psi for psi, _ in rank_params(spec, layout))
@@ -271,8 +271,8 @@ def stepping(spec: ModelSpec, layout: Layout) -> float:
     copied = copies * stage_params(spec, layout) / (layout.shards if layout.zero else 1)
     if not layout.disk:
         return copied
-    parameters, _, states = model_states(spec, layout)
-    states += parameters if layout.disk_parameters else 0.0
+    parameters, gradients, states = model_states(spec, layout)
+    states += parameters + gradients if layout.disk_parameters else 0.0
     shards = layout.shards if layout.zero else 1
     part = max(DISK_PART, 12 * spec.embedding / layout.tp / shards)  # a larger tensor is a part of its own
     return min(3 * part, states) + min(part, copied)
@@ -285,7 +285,7 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
     if layout.disk:
         optimizer = 0.0
     if layout.disk_parameters:
-        disk, parameters = disk + parameters, 0.0
+        disk, parameters, gradients = disk + parameters + gradients, 0.0, 0.0
     if layout.offload:
         optimizer = 0.0
         parameters, gradients, host = offloaded(spec, layout)

@@ -157,7 +157,7 @@ class Layout(Axes):
     backward gather (ZeRO++). ``qwz`` gathers the weights in int8, and ``qgz`` reduces the gradients in int8 (both
     ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU offload). ``disk`` is
     the folder in which a rank keeps its optimizer states, or "" for memory. ``disk_parameters`` keeps the shards of
-    the parameters there too.
+    the parameters and gradients there too.
     """
 
     precision: str = "bf16"

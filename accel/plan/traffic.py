@@ -190,15 +190,18 @@ def disk_bytes(spec: ModelSpec, layout: Layout) -> tuple[float, float]:
     The optimizer's step reads and writes the optimizer states and master weights that the layout keeps there. The first
     step reads the master weights only, because it makes the moments. Parameters on the disk are read and written by the
     optimizer's step too, and read for each gather of a micro-batch. As in ZeRO 3, the parameters of blocks are gathered
-    twice, and those outside the blocks once (Rajbhandari et al. 2021, "ZeRO-Infinity", section 4.1).
+    twice, and those outside the blocks once (Rajbhandari et al. 2021, "ZeRO-Infinity", section 4.1). The gradients are
+    then written in each micro-batch, and read in each later micro-batch and in the optimizer's step.
     """
     if not layout.disk:
         return 0.0, 0.0
-    parameters, _, states = model_states(spec, layout)
+    parameters, gradients, states = model_states(spec, layout)
     if not layout.disk_parameters:
         return states, states
     outside = parameters * spec.outside / spec.params
-    return states + parameters + layout.accumulation * (2 * parameters - outside), states + parameters
+    passes = layout.accumulation * gradients
+    read = states + parameters + layout.accumulation * (2 * parameters - outside) + passes
+    return read, states + parameters + passes
 
 
 def bubble(layout: Layout) -> float:

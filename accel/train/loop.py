@@ -35,7 +35,7 @@ from .evaluation import evaluated
 from .log import LOG, StepLog, beat
 from .optimizer.finite import first_bad, first_overflow
 from .optimizer.master import MasterOptimizer
-from .optimizer.norm import gradient_norm, scale_gradients, share_of_squares
+from .optimizer.norm import share_of_squares
 from .optimizer.scale import LossScale
 from .optimizer.schedule import Rates
 from .parallel import tensor as tensor_parallel
@@ -200,6 +200,7 @@ class Trainer:
         seen = self.built.passes.run(take(batches, self.accumulation), forth)
         if not ranks.counts:
             seen.zero_()
+        self.optimizer.collect()
         parameters = self.optimizer.parameters
         alike = self.built.alike
         squares = share_of_squares(parameters, ranks.rank, ranks.world) if alike else seen.new_zeros(())
@@ -218,9 +219,11 @@ class Trainer:
         self.expected = counted
         if not self.checked and ranks.tp is not None:
             self.checked = True
-            tensor_parallel.check_replicated(zip(self.optimizer.names, parameters, strict=True), ranks.tp)
+            tensor_parallel.check_replicated(
+                zip(self.optimizer.names, parameters, strict=True), ranks.tp, self.optimizer.value
+            )
         stages = ranks.pp.get_group() if ranks.pp is not None else None
-        norm = (math.sqrt(square) if alike else float(gradient_norm(parameters, stages))) * back
+        norm = (math.sqrt(square) if alike else float(self.optimizer.gradient_norm(stages))) * back
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
         if not finite:
@@ -233,9 +236,8 @@ class Trainer:
         rate = self.rates.at(self.step)
         if finite:
             clip = config.optimizer.clip
-            scale_gradients(parameters, back * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
             self.optimizer.set_lr(rate)
-            self.optimizer.step()
+            self.optimizer.step(back * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
         self.scale.update(finite=finite)
         if self.scale.hopeless:
             raise TrainingFailed(self._hopeless(mean))

@@ -38,6 +38,8 @@ _FAILED = (Exception, dcp.CheckpointException)
 
 RUN = "run.json"
 BEST = "best.json"
+# The end of the name of a checkpoint that is being deleted.
+_GONE = ".gone"
 
 
 class Checkpoints:
@@ -138,7 +140,7 @@ class Checkpoints:
             try:
                 _write(part / RUN, {**run, "files": {k: v for one in files for k, v in one.items()}})
                 if final.exists():
-                    shutil.rmtree(final)
+                    _delete(final)
                 part.replace(final)
             except OSError as error:
                 raise self._unwritten(final, error) from error
@@ -214,7 +216,7 @@ class Checkpoints:
         sound = [path for path in self.complete() if path.name not in self._passed]
         for old in sound[: -self.config.keep]:
             if old.name != spare:
-                shutil.rmtree(old)
+                _delete(old)
 
     def load_newest(
         self, wanted: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]], model: str
@@ -230,6 +232,8 @@ class Checkpoints:
         read. Also raises ``BadCheckpoint`` if the checkpoint lacks a wanted tensor or holds the tensor in another
         shape.
         """
+        for gone in self.folder.glob(f".*{_GONE}") if self._first else ():
+            shutil.rmtree(gone, ignore_errors=True)
         found = self.complete()
         for path in reversed(found):
             try:
@@ -353,3 +357,11 @@ def _write(path: Path, body: Mapping[str, Any]) -> None:
 def _beside(final: Path) -> Path:
     """Returns the folder of a checkpoint that is still being written."""
     return final.with_name(f".{final.name}.part")
+
+
+def _delete(checkpoint: Path) -> None:
+    """Deletes a checkpoint. Takes its name away first, because a kill may leave a part of the files."""
+    gone = checkpoint.with_name(f".{checkpoint.name}{_GONE}")
+    shutil.rmtree(gone, ignore_errors=True)
+    checkpoint.replace(gone)
+    shutil.rmtree(gone)

@@ -65,8 +65,8 @@ class ParallelConfig:
     data-parallel ranks, stage 2 also shards the gradients, and stage 3 also shards the parameters. ``offload`` keeps
     the shards on the host. ``disk`` is a folder in which each rank keeps its optimizer states and master weights, which
     then take memory only during the optimizer's step. ``disk_parameters`` also keeps the shards of the parameters
-    there, which then take memory only while a block gathers them (stage 3). ``replicate`` is the number of replicas of
-    the sharded group (hybrid sharding).
+    and gradients there. Parameters then take memory only while a block gathers them (stage 3). ``replicate`` is the
+    number of replicas of the sharded group (hybrid sharding).
 
     ``tp`` is the number of ranks that share each tensor. With ``sequence_parallel``, each tensor-parallel rank holds
     only its part of the sequence between the modules that ``tensor_parallel`` splits. ``pp`` is the number of pipeline

@@ -123,6 +123,16 @@ class Disk:
                 _bytes(place.storage).copy_(place.ahead)
             place.ahead, place.reading, place.freed = None, None, False
 
+    def renew(self, tensor: torch.Tensor) -> None:
+        """Gives ``tensor`` its memory back without its values, which nobody needs any more."""
+        place = self._places.get(_storage(tensor)._cdata)
+        if place is None:
+            return
+        self._wait_for_write(place)
+        self.release([tensor])
+        place.storage.resize_(place.size)
+        place.freed = False
+
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of ``tensor`` in memory, and leaves ``tensor`` on the disk. Returns ``tensor`` itself if it
         isn't on the disk."""

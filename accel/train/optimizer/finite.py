@@ -39,7 +39,7 @@ def first_overflow(optimizer: MasterOptimizer, world: int) -> str:
 def _bad(optimizer: MasterOptimizer, world: int, *, gradients: bool) -> Sequence[list[str]]:
     """Returns the names of the weights (or gradients) of each rank that aren't finite, in the order of the model."""
     named = zip(optimizer.names, optimizer.parameters, strict=True)
-    own = [name for name, p in named if _is_bad(p.grad if gradients else optimizer.value(p))]
+    own = [name for name, p in named if _is_bad(optimizer.value(p.grad if gradients else p))]
     found: list[Any] = [own]
     if world > 1:
         found = [[]] * world

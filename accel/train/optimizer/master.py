@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accel.plan.rules import DISK_PART
 
 from ..config.schema import OptimizerConfig
+from ..disk.gradients import Gradients
 from ..disk.store import Disk
 from ..precision.modes import keeps_master
 from .make import FACTOR, make
+from .norm import gradient_norm, scale_gradients
 
 
 class MasterOptimizer:
@@ -24,7 +27,7 @@ class MasterOptimizer:
     Works on plain parameters and on DTensor shards. Each rank holds copies of its own shards only. If ``disk`` names a
     folder, the copies and the moments are kept there. A step then updates a part of the parameters at a time, while the
     next part is read and the previous part is written. At most three parts are in memory. ``parked`` tells whether the
-    parameters are on the disk too (``accel.train.disk.parameters``).
+    parameters and gradients are on the disk too (``accel.train.disk.parameters``, ``accel.train.disk.gradients``).
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class MasterOptimizer:
         self._before = (0, 0)  # The bytes that the disk had read and written at the start of this step.
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.gradients = Gradients(self.parameters, self.disk) if parked and self.disk is not None else None
         self.master: list[torch.Tensor] | None = None
         stepped: list[torch.Tensor] = list(self.parameters)
         if keeps_master(mode):
@@ -60,13 +64,23 @@ class MasterOptimizer:
                 found[name] = masters.get(id(parameter), found[name])
         return found if self.disk is None else _FromDisk(found, self.disk)
 
-    def step(self) -> None:
-        """Updates the parameters once from their gradients."""
+    def collect(self) -> None:
+        """Makes the gradients of all micro-batches the ``grad`` of their parameters. If the parameters are on the disk,
+        so are the gradients, and ``value`` reads them."""
+        if self.gradients is not None:
+            self.gradients.give()
+
+    def gradient_norm(self, stages: dist.ProcessGroup | None) -> torch.Tensor:
+        """Returns the 2-norm of all gradients together, as ``norm.gradient_norm`` does."""
+        return gradient_norm(self.parameters, stages, self.gradients.norms if self.gradients is not None else None)
+
+    def step(self, factor: float = 1.0) -> None:
+        """Updates the parameters once from their gradients, multiplied by ``factor``."""
         if self.disk is None:
-            self._update(range(len(self.parameters)))
+            self._update(range(len(self.parameters)), factor)
             return
         for part in self._parts([p.grad is not None for p in self.parameters]):
-            self._update(part)
+            self._update(part, factor)
 
     def begin(self) -> None:
         """Begins to count the bytes of a step."""
@@ -81,8 +95,9 @@ class MasterOptimizer:
         read, written = self._before
         return {"disk_read_bytes": self.disk.read - read, "disk_written_bytes": self.disk.written - written}
 
-    def _update(self, part: Sequence[int]) -> None:
+    def _update(self, part: Sequence[int], factor: float) -> None:
         """Updates the parameters with the indices ``part``."""
+        scale_gradients((self.parameters[index] for index in part), factor)
         if self.master is None:
             self.inner.step()
             return
@@ -103,10 +118,10 @@ class MasterOptimizer:
         parts = self._cut(used)
         try:
             for number, (group, part) in enumerate(parts):
-                self.disk.fetch(self._states(part))
+                self.disk.fetch(self._needed(part))
                 if number + 1 < len(parts):
-                    self.disk.fetch(self._states(parts[number + 1][1]))
-                self.disk.load(self._states(part))
+                    self.disk.fetch(self._needed(parts[number + 1][1]))
+                self.disk.load(self._needed(part))
                 whole, group["params"] = group["params"], [stepped[index] for index in part]
                 self.inner.param_groups = [group]
                 try:
@@ -116,6 +131,7 @@ class MasterOptimizer:
                 if number:
                     self.disk.wait(self._states(parts[number - 1][1]))
                 self._keep(part)
+                self.disk.release(self._gradients(part))
         finally:
             self.inner.param_groups = groups
 
@@ -148,6 +164,16 @@ class MasterOptimizer:
                 if isinstance(value, torch.Tensor) and value.ndim:
                     yield value
 
+    def _gradients(self, part: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Yields the gradients of the parameters ``part`` that are on the disk."""
+        for gradient in (self.parameters[index].grad for index in part if self.gradients is not None):
+            if gradient is not None:
+                yield gradient
+
+    def _needed(self, part: Sequence[int]) -> Iterator[torch.Tensor]:
+        yield from self._states(part)
+        yield from self._gradients(part)
+
     def _keep(self, part: Sequence[int]) -> None:
         assert self.disk is not None
         for tensor in self._states(part):
@@ -156,6 +182,8 @@ class MasterOptimizer:
     def zero_grad(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+        if self.gradients is not None:
+            self.gradients.drop()
 
     def set_lr(self, lr: float) -> None:
         for group in self.inner.param_groups:
@@ -231,9 +259,11 @@ class MasterOptimizer:
         else:
             self.disk.take(own, value)
 
-    def value(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns the values of a parameter in memory."""
-        return parameter.detach() if self.disk is None else self.disk.copy(parameter.detach())
+    def value(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the values of a parameter or a gradient in memory."""
+        if tensor is None or self.disk is None:
+            return tensor
+        return self.disk.copy(tensor.detach())
 
 
 class _FromDisk(Mapping[str, Any]):

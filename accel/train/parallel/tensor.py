@@ -19,7 +19,7 @@ sharded logits. The model's code must not use a fixed number of heads, because a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -209,8 +209,13 @@ def _shared(module: nn.Module) -> list[tuple[str, list[str]]]:
 
 
 @torch.no_grad()
-def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
+def check_replicated(
+    named: Iterable[tuple[str, nn.Parameter]],
+    mesh: DeviceMesh,
+    value: Callable[[torch.Tensor | None], torch.Tensor | None],
+) -> None:
     """Checks after the first backward pass that parameters outside the plan have the same gradient on every rank.
+    ``value`` returns the values of a gradient in memory.
 
     Raises ``TrainingFailed`` with the name of the first parameter that has different gradients. If a parameter's
     gradients differ, its module saw only a part of the sequence or of the hidden states, and the ranks' weights would
@@ -219,7 +224,8 @@ def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh
     outside = [(name, p) for name, p in named if p.grad is not None and not _is_on(p, mesh)]
     if not outside:
         return
-    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for _, p in outside]
+    found = [value(p.grad) for _, p in outside]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
     norms = torch.stack([g.double().norm() for g in local if g is not None])
     all_norms = [torch.empty_like(norms) for _ in range(mesh.size())]
     dist.all_gather(all_norms, norms, group=mesh.get_group())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,32 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
     train(config_of(steps=6, evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint=checkpoint), tmp_path / "run")
     names = sorted(f.name for f in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["best.json", "step-00000002", "step-00000005", "step-00000006"]
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a kill leaves a part of an old checkpoint under the name of a whole one, or if this part is still there
+    after the next start."""
+    keep = {"keep": 1, "asynchronous": False}
+    trainer, folder = trainer_of(tmp_path, checkpoint=keep), tmp_path / "checkpoints"
+    batches = trainer.batches()
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            next(path.glob("*.distcp")).unlink()
+            raise KeyboardInterrupt
+
+    trainer.one_step(batches)
+    trainer.save()
+    trainer.one_step(batches)
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save()
+    monkeypatch.undo()
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000002"]
+    again = trainer_of(tmp_path, checkpoint={"keep": 1})
+    again.resume()
+    assert again.step == 2
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])

@@ -39,9 +39,10 @@ def _gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     stepped = trainer.optimizer.step
 
-    def noted() -> None:
-        found.update({n: p.grad.clone() for n, p in trainer.module.named_parameters() if p.grad is not None})
-        stepped()
+    def noted(factor: float) -> None:
+        named = trainer.module.named_parameters()
+        found.update({n: p.grad * factor for n, p in named if p.grad is not None})
+        stepped(factor)
 
     trainer.optimizer.step = noted  # type: ignore[method-assign]
     return found

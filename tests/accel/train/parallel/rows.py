@@ -14,6 +14,7 @@ PACKED = [f"data={SMALL}:documents", "pack=16"]
 DISTILLED = [f"distillation.teacher={SMALL}:teacher", "distillation.hidden=0.01", "distillation.attention=0.1"]
 EXPERTS = [f"model={SMALL}:moe", "experts.balance=0.1", "experts.z=0.01"]
 DISK = f"parallel.disk={gettempdir()}"  # the files have no names, so nothing is left
+FP8 = ["precision.fp8=delayed", "precision.fp8_history=3"]
 POWER_SGD = ["parallel.compression=powersgd", "parallel.compression_rank=2", "parallel.compression_start=2"]
 
 # Maps a name to the overrides of a config. Every config uses the same global batches as the one-process run.
@@ -32,6 +33,11 @@ ROWS: dict[str, list[str]] = {
     "ZeRO 1, selective recomputation": ["parallel.zero=1", "parallel.recompute=selective"],
     "ZeRO 3, CPU offload": ["parallel.zero=3", "parallel.offload=true"],
     "ZeRO 3, states on the disk": ["parallel.zero=3", DISK],
+    "ZeRO 3, parameters on the disk, accumulation, clipping": [
+        "parallel.zero=3", DISK, "parallel.disk_parameters=true", "micro_batch=1", "optimizer.clip=0.1",
+    ],
+    "ZeRO 0, fp8, delayed": FP8,
+    "ZeRO 3, fp8, delayed": ["parallel.zero=3", *FP8],
     "ZeRO 0, uneven last batch": UNEVEN,
     "ZeRO 3, uneven last batch": ["parallel.zero=3", *UNEVEN],
     "ZeRO 3, packed documents, full recomputation": ["parallel.zero=3", "parallel.recompute=full", *PACKED],
