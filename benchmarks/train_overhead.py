@@ -18,7 +18,8 @@ separate environment. These commands make the environment for DeepSpeed: `python
 --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops msgpack`. Torch and the other packages come
 from accel's environment. This script sets DS_ACCELERATOR=cpu. The overhead of a loop in a turn is the loop's time
 divided by the bare loop's time, minus 1. The result is the median overhead over all turns, with a 95% bootstrap
-interval. Needs a quiet machine: other work on the cores makes the interval wider than the result.
+interval. ``cpu`` has the same figures for the processor time of a rank with all its threads, which other work on the
+cores changes less. Needs a quiet machine: other work on the cores makes the interval wider than the result.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ STEPS, BATCH, LENGTH = 2, 8, 128
 # For each ZeRO stage, the name of the plain PyTorch loop that is compared with accel.
 LOOPS = {0: "DDP", 2: "FSDP2, parameters kept (ZeRO 2)", 3: "FSDP2"}
 _TURNS = "TRAIN_OVERHEAD_TURNS"  # this environment variable passes the number of turns to the ranks
+_STAGES = "TRAIN_OVERHEAD_STAGES"  # and this one the ZeRO stages
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
 
 
@@ -155,6 +157,8 @@ def rank_main(out: Path) -> None:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     for zero, loop in LOOPS.items():
+        if str(zero) not in os.environ[_STAGES]:
+            continue
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
         if importlib.util.find_spec("deepspeed") is not None:
             steps["deepspeed"] = deepspeed_step(zero)
@@ -162,17 +166,19 @@ def rank_main(out: Path) -> None:
         gc.freeze()
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}
+        busy: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(int(os.environ[_TURNS]) + 2):
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 dist.barrier()
-                began = time.perf_counter()
+                began, used = time.perf_counter(), time.process_time()
                 for _ in range(STEPS):
                     steps[name]()
                 dist.barrier()
                 if turn >= 2:
                     seconds[name].append((time.perf_counter() - began) / STEPS)
-        found[loop] = compared(seconds)
+                    busy[name].append((time.process_time() - used) / STEPS)
+        found[loop] = {**compared(seconds), "cpu": compared(busy)}
     if dist.get_rank() == 0:
         seen = {"results": found, "deepspeed": version("deepspeed") if "deepspeed" in steps else None}
         (out / "found.json").write_text(json.dumps(seen))
@@ -214,6 +220,7 @@ def packages(python: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=40, help="of each loop, after two to warm up")
+    parser.add_argument("--stages", default="023", help="the ZeRO stages, such as 2 or 023")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="the interpreter of an environment that has DeepSpeed")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -227,6 +234,7 @@ def main() -> None:
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
             _TURNS: str(options.turns),
+            _STAGES: options.stages,
         }
         subprocess.run([sys.executable, *line], env=environment, check=True)
         found = json.loads((Path(folder) / "found.json").read_text())

@@ -129,12 +129,18 @@ def end_with(launcher: int) -> None:
         sys.exit(1)
 
 
-if __name__ == "__main__":
-    end_with(int(sys.argv[3]))
-    code = main(Path(sys.argv[1]), Path(sys.argv[2]))
+def end(code: int) -> None:
+    """Ends this process without a cleanup.
+
+    ``os._exit`` skips the destructors of the process groups, in which a failed rank would wait for other ranks. A
+    process group in a device mesh also keeps gloo's threads alive while the interpreter shuts down, and these threads
+    can crash the process.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    # os._exit skips the destructors of the process groups, in which a failed rank would wait for other ranks. A process
-    # group in a device mesh also keeps gloo's threads alive while the interpreter shuts down, and these threads can
-    # crash the process.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    end_with(int(sys.argv[3]))
+    end(main(Path(sys.argv[1]), Path(sys.argv[2])))
