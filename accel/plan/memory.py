@@ -24,7 +24,8 @@ class Memory:
 
     ``activations`` is None if the model's shape isn't known. ``stepping`` is the number of bytes that the optimizer's
     step needs. The optimizer's step begins after the activations and temporary buffers are freed. ``teacher`` is the
-    number of bytes of a teacher's weights.
+    number of bytes of a teacher's weights. ``growing`` is the number of bytes of gradients that take the place of
+    activations during the backward pass.
     """
 
     parameters: float
@@ -37,6 +38,7 @@ class Memory:
     disk: float = 0.0
     stepping: float = 0.0
     teacher: float = 0.0
+    growing: float = 0.0
 
     @property
     def model_states(self) -> float:
@@ -46,7 +48,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Returns the peak memory in bytes, either in the forward and backward passes or in the optimizer's step."""
-        passes = (self.activations or 0.0) + self.temporary + self.kv_cache
+        passes = (self.activations or 0.0) + self.temporary + self.kv_cache - self.growing
         return self.model_states + self.teacher + max(passes, self.stepping)
 
 
@@ -299,7 +301,24 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
         disk=disk,
         stepping=stepping(spec, layout),
         teacher=4.0 * spec.teacher,  # every rank holds the whole teacher in float32
+        growing=growing(spec, layout, gradients),
     )
+
+
+def growing(spec: ModelSpec, layout: Layout, gradients: float) -> float:
+    """Returns the bytes of the ``gradients`` that aren't in memory yet when the activations are at their peak.
+
+    If a step has one micro-batch, each layer's gradients are made while its activations are freed. The layers of a
+    transformer are alike, so the memory changes linearly from the activations to the gradients, and the larger of the
+    two counts. At the end of the backward pass, the activations of one layer are still there. DDP keeps its buckets of
+    gradients from step to step.
+    """
+    ddp = layout.zero == 0 and layout.world > 1 and layout.tp * layout.pp == 1
+    if layout.accumulation > 1 or ddp or not spec.is_transformer:
+        return 0.0
+    layer = layer_activations(spec, replace(layout, recompute="none"))
+    passes = (activations(spec, layout) or 0.0) + temporary(spec, layout)
+    return max(0.0, min(gradients, passes - layer))
 
 
 def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element: float = 2.0) -> float:

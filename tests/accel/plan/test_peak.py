@@ -25,8 +25,8 @@ SHAPE = GPTConfig(vocab=500, layers=3, hidden=128, heads=4, seq=128)
 
 
 def _peaks(layout: Layout) -> tuple[int, int]:
-    """Returns the peak memory of all live tensors, in bytes, as two numbers. The first number covers two micro-batches.
-    The second number also covers the optimizer's step."""
+    """Returns the peak memory of all live tensors, in bytes, as two numbers. The first number covers all micro-batches
+    of a step. The second number also covers the optimizer's step."""
     optimizer = OptimizerConfig(name="sgd" if layout.optimizer == "momentum" else layout.optimizer)
     with fake_world(layout.world), FakeTensorMode(allow_non_fake_inputs=True):
         with _default_dtype(parameter_dtype(layout.precision)):
@@ -40,10 +40,10 @@ def _peaks(layout: Layout) -> tuple[int, int]:
         tracker = MemTracker()
         tracker.track_external(module, *stepper.tensors())
         with tracker:
-            for index in range(2):
+            for index in range(layout.accumulation):
                 tracker.reset_mod_stats()
                 ids = torch.zeros(layout.micro_batch, SHAPE.seq, dtype=torch.long)
-                with micro_batch(called, layout.zero, last=index == 1):
+                with micro_batch(called, layout.zero, last=index == layout.accumulation - 1):
                     with autocast(layout.precision, "cpu"):
                         outputs = called(ids)
                     loss, _ = cross_entropy(outputs, ids)
@@ -69,18 +69,24 @@ def _peaks(layout: Layout) -> tuple[int, int]:
         {"world": 8, "zero": 3, "precision": "bf16", "micro_batch": 8},
         {"world": 8, "zero": 3, "precision": "fp32", "hpz": 2},
         {"world": 8, "zero": 3, "precision": "bf16", "recompute": "full"},
+        {"world": 1, "precision": "fp32", "micro_batch": 8, "accumulation": 1},
+        {"world": 1, "precision": "fp32", "accumulation": 1},
+        {"world": 1, "precision": "bf16", "micro_batch": 8, "accumulation": 1},
+        {"world": 1, "precision": "fp32", "micro_batch": 8, "accumulation": 1, "recompute": "full"},
+        {"world": 8, "zero": 2, "precision": "fp32", "micro_batch": 4, "accumulation": 1},
     ],
 )
 def test_a_rank_holds_at_most_what_is_planned(kind: dict[str, object]) -> None:
-    """Fails if the peak memory of a rank exceeds the plan by over 5%, or if the plan exceeds the peak by over 25%. The
-    peak includes temporary tensors of the passes and of the optimizer's step. For small batches, the peak is in the
+    """Fails if the peak memory of a rank exceeds the plan by over 5%, or if the plan exceeds the peak by over 25%. If a
+    step has one micro-batch, gradients take the place of activations, and the plan may exceed the peak by 5%. The peak
+    includes temporary tensors of the passes and of the optimizer's step. For small batches, the peak is in the
     optimizer's step."""
-    layout = Layout(accumulation=2, **kind)  # type: ignore[arg-type]
+    layout = Layout(**{"accumulation": 2, **kind})  # type: ignore[arg-type]
     passes, whole = _peaks(layout)
     spec = replace(spec_of(GPT(SHAPE)), seq=SHAPE.seq)
     memory = training_memory(spec, layout)
     assert whole <= memory.total * 1.05
-    assert memory.total <= whole * 1.25
-    held = memory.model_states + (memory.activations or 0) + memory.temporary
+    assert memory.total <= whole * (1.05 if layout.accumulation == 1 and layout.recompute == "none" else 1.25)
+    held = memory.model_states + (memory.activations or 0) + memory.temporary - memory.growing
     assert passes / 1.05 <= held <= passes * 1.33
     assert stepping(spec, layout) > 0
