@@ -184,8 +184,8 @@ def page(body: Mapping[str, Any]) -> str:
         f"**{'Goal met' if holds else 'Goal not met'}**: right in {right} of {decided} compared runs"
         + (f", {RUNS - decided} not compared yet." if decided < RUNS else "."),
         "",
-        "`beside the quiet choice` is the speed of the chosen file on the quiet machine, over that of the file that was",
-        "chosen there, in paired blocks.",
+        "`beside the quiet choice` is the speed of the chosen file on the quiet machine, over that of the file that",
+        "was chosen there, in paired blocks.",
         "",
         "| run | busy processes | seconds | chosen | measured then | beside the quiet choice | |",
         "|---|---|---|---|---|---|---|",
