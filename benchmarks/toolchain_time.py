@@ -19,13 +19,16 @@ rows:
 - ``latency``: all files at 1 x 128 tokens, side by side with PyTorch or with optimum's ONNX file.
 
 Times are in seconds and cover the whole commands, imports included. The first command of each row runs once before it
-is timed, so that no tool pays for reading its libraries from a cold disk. The memory of a command is the peak memory of
-all its processes together. Needs a quiet machine.
+is timed, so that no tool pays for reading its libraries from a cold disk. The memory of a command is the peak of the
+resident memory of all its processes together, in which pages that processes share count several times, such as
+libraries and mapped weights. A second column counts each page once (the proportional set size of Linux). Needs a quiet
+machine.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -53,6 +56,7 @@ PACKAGES = {
     "olive": ["olive-ai[cpu]==0.13.0", "torch==2.13.0", "transformers<5", "requests"],
 }
 LIMIT_SECONDS = 3600
+COUNT_SECONDS = 1.0  # between two counts of the pages that processes share
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 LENGTH = 128
 SAMPLES = 64
@@ -239,13 +243,20 @@ def candidate(name: str, folder: Path, like: Artifact | None = None) -> Candidat
 
 def timed(words: Sequence[str], folder: Path, env: Mapping[str, str], first: Path | None = None) -> dict[str, Any]:
     """Runs a command. Returns the command's duration in seconds and the largest memory of the command's processes in
-    MiB. If ``first`` is a path, also returns the seconds after which a file of this path existed, and copies the folder
-    of this file to the folder ``first``. If the command failed, also returns the end of the command's output."""
-    started, peak, appeared = time.monotonic(), 0.0, None
+    MiB, as the sum of their resident memory and with each shared page counted once. If ``first`` is a path, also
+    returns the seconds after which a file of this path existed, and copies the folder of this file to the folder
+    ``first``. If the command failed, also returns the end of the command's output."""
+    started, peak, once, appeared = time.monotonic(), 0.0, 0.0, None
+    counted = -math.inf
     with tempfile.TemporaryFile("w+") as said:
         child = subprocess.Popen(words, cwd=folder, env=dict(env), stdout=said, stderr=subprocess.STDOUT)
         while child.poll() is None:
-            peak = max(peak, tree_mib(child.pid))
+            resident = tree_mib(child.pid)
+            peak = max(peak, resident)
+            # Linux walks all pages of a process to count them once, so this is done only if it may find a new peak.
+            if resident > once and time.monotonic() - counted > COUNT_SECONDS:
+                counted = time.monotonic()
+                once = max(once, tree_mib(child.pid, "smaps_rollup", "Pss:"))
             if appeared is None and first is not None and first.is_file():
                 appeared = round(time.monotonic() - started, 1)
                 shutil.copytree(first.parent, folder / "first")
@@ -257,7 +268,7 @@ def timed(words: Sequence[str], folder: Path, env: Mapping[str, str], first: Pat
         text = said.read().strip()
     named = [Path(words[0]).name, *words[1:]] if words[0] != sys.executable else ["python", *words[1:]]
     shown = " ".join("(a script)" if "\n" in w else Path(w).name if w.startswith("/") else w for w in named)
-    found = {"command": shown, "seconds": round(seconds, 1), "peak_mib": round(peak)}
+    found = {"command": shown, "seconds": round(seconds, 1), "peak_mib": round(peak), "peak_once_mib": round(once)}
     if first is not None:
         found["first_seconds"] = appeared
     if child.returncode:
@@ -265,17 +276,18 @@ def timed(words: Sequence[str], folder: Path, env: Mapping[str, str], first: Pat
     return found
 
 
-def tree_mib(pid: int) -> float:
-    """Returns the current resident memory of a process and all its descendants, in MiB."""
+def tree_mib(pid: int, file: str = "status", field: str = "VmRSS:") -> float:
+    """Returns the current memory of a process and all its descendants, in MiB. ``file`` is the file in ``/proc/PID``
+    whose line ``field`` has the memory of a process: by default its resident memory."""
     total, queue = 0.0, [pid]
     while queue:
         here = queue.pop()
         try:
-            status = Path(f"/proc/{here}/status").read_text(encoding="utf-8")
+            status = Path(f"/proc/{here}/{file}").read_text(encoding="utf-8")
             children = Path(f"/proc/{here}/task/{here}/children").read_text(encoding="utf-8")
         except OSError:
             continue
-        total += next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS")), 0.0)
+        total += next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(field)), 0.0)
         queue += [int(word) for word in children.split()]
     return total
 
@@ -290,18 +302,21 @@ def markdown(body: dict[str, Any]) -> str:
         "Made by `python benchmarks/toolchain_time.py`. accel compares every file with its source, and measures the",
         "candidates in that time. The other tools make one file, and compare and measure nothing.",
         "",
-        "| tool | command | first file, s | seconds | peak MiB |",
-        "|---|---|---|---|---|",
+        "`peak MiB` adds up the resident memory of all processes. `shared once` counts shared pages only once.",
+        "",
+        "| tool | command | first file, s | seconds | peak MiB | shared once |",
+        "|---|---|---|---|---|---|",
     ]
     for row in body["rows"].values():
         if "error" in row:
-            lines.append(f"| {row['title']} | - | | - | {row['error']} |")
+            lines.append(f"| {row['title']} | - | | - | {row['error']} | |")
         for label, steps in (("", row.get("steps", ())), (", second run", row.get("second", ()))):
             for step in steps:
                 memory = step.get("error") or step["peak_mib"]
                 first = step.get("first_seconds") or step["seconds"]
+                once = step.get("peak_once_mib", "")  # rows of an older version lack it
                 lines.append(
-                    f"| {row['title']}{label} | `{step['command']}` | {first} | {step['seconds']} | {memory} |"
+                    f"| {row['title']}{label} | `{step['command']}` | {first} | {step['seconds']} | {memory} | {once} |"
                 )
     found = body["rows"].get("latency", {}).get("latency")
     if found:
