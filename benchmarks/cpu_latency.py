@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=30.0, help="in which rounds go on while an interval is wide")
     parser.add_argument("--budget-seconds", type=float, help="time of accel optimize; default: accel's own")
+    parser.add_argument("--minutes", type=float, help="begin no row after so many minutes; call again to continue")
     asked = parser.parse_args()
     names = {f"{model}-b{batch}": (model, batch) for model, batch in ROWS}
 
@@ -70,7 +71,8 @@ def main() -> None:
                 made[model] = make(MODELS[model], Path(folder) / model)
             return row(made[model], batch, asked.rounds, asked.seconds, asked.budget_seconds)
 
-        measure_rows(parser, asked, list(names), "cpu_latency", measured, markdown)
+        seconds = None if asked.minutes is None else 60 * asked.minutes
+        measure_rows(parser, asked, list(names), "cpu_latency", measured, markdown, seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
