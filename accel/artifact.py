@@ -7,14 +7,13 @@ import json
 import math
 import os
 import shutil
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from accel.errors import BadInputSpec, ChainBroken, InvalidModel
+from accel.folders.writing import beside, make_folder
 from accel.signature import DimRange, IntegerRanges, Signature, TensorSpec
 from accel.tables.kinds import KINDS, kind_of
 
@@ -65,23 +64,6 @@ def finite_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite_json(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the folder of ``path``, to write a file to.
-
-    Renames the temporary file to ``path`` at the end, or removes the file if the block raises an error.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
 
 
 def manifest_path(path: Path) -> Path:
@@ -311,17 +293,17 @@ class Artifact:
         """Copies the artifact, its companions and its manifest to ``out``. Renames each file once it is complete.
 
         Writes the manifest last, so an interrupted copy has no manifest, or an old manifest whose hashes don't match.
-        Then removes the weights of an earlier artifact in ``out``.
+        Then removes the weights of an earlier artifact in ``out``. Raises ``CannotWrite`` if a file can't be written.
         """
         if self.manifest is None:
             raise InvalidModel(f"{self.path} has no manifest yet and can't be published")
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
         earlier = _weights_of(out)
         old_names = [self.path.name, *self.companions]
         names = dict(zip(old_names, _names_beside(out, old_names, self.kind), strict=True))
         for old, new in reversed(names.items()):
             target = out.parent / new
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             with beside(target) as temporary:
                 shutil.copyfile(self.path.parent / old, temporary)
         files = {names[name]: sha for name, sha in self.manifest.files.items()}

@@ -71,13 +71,18 @@ class StageCache:
         self._stages = self.root / "stages"
         self._records = self.root / "records"
         self._scratch = self.root / "scratch"
+        for folder in (self._stages, self._records, self._scratch):
+            self._make(folder)
+
+    def _make(self, folder: Path) -> Path:
+        """Makes a folder of the cache, and returns it."""
         try:
-            for folder in (self._stages, self._records, self._scratch):
-                folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotWrite(
                 f"can't write the cache folder {self.root} ({error.strerror}); set ACCEL_CACHE_DIR to another folder"
             ) from error
+        return folder
 
     def entry(self, key: str) -> Path:
         """Returns the folder of the entry ``key``, which may not exist."""
@@ -108,8 +113,7 @@ class StageCache:
         """Yields an empty folder on the file system of the cache, for the files of a new entry. Removes the folder at
         the end of the block."""
         self._drop_stale()
-        folder = self._scratch / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        folder.mkdir()
+        folder = self._make(self._scratch / f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
         try:
             yield folder
         finally:
@@ -119,8 +123,7 @@ class StageCache:
     def resuming(self, key: str) -> Iterator[None]:
         """Makes the stage's ``unfinished()`` folder, and removes the folder after the block has succeeded. If the block
         fails, keeps the folder, unless the folder is empty."""
-        folder = self.root / "unfinished" / key
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._make(self.root / "unfinished" / key)
         token, kept = _unfinished.set(folder), _kept.set(self.root / "kept")
         try:
             yield

@@ -33,6 +33,7 @@ from accel.errors import (
     RunFailed,
     StageFailed,
     UnsupportedHere,
+    no_space,
 )
 from accel.machine import trim_memory
 from accel.progress import report
@@ -188,6 +189,7 @@ def run_stage(
     - ``StageFailed`` or a subclass if the stage fails.
     - ``SignatureDrift`` if the result breaks the contract.
     - ``GateFailed`` if the outputs of the result differ from the outputs of ``src`` by more than a limit.
+    - ``CannotWrite`` if ``out`` or the cache can't be written.
     """
     stage = stage or get_stage(name)
     if src.kind not in stage.takes:
@@ -220,6 +222,10 @@ def run_stage(
             except (StageFailed, RunFailed, InvalidModel, ChildCrashed) as error:
                 _check_room(stage, src, folder, error)
                 raise
+            except OSError as error:
+                if no_space(error) is not None:
+                    raise _no_room(stage, folder) from error
+                raise
     else:
         report(f"{stage.name}: cached", 1.0)
         made = _as_made_from(made, src)
@@ -239,9 +245,12 @@ def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | No
                 allocate(file.fileno(), 0, size)
     except OSError as full:
         if full.errno in NO_SPACE:
-            where = f"stage {stage.name} in {folder}"
-            fix = "free some space, or set ACCEL_CACHE_DIR"
-            raise CannotWrite(f"no space left for {where}; {fix}") from (error or full)
+            raise _no_room(stage, folder) from (error or full)
+
+
+def _no_room(stage: Stage, folder: Path) -> CannotWrite:
+    """Returns the error that says that the disk of ``folder`` is full."""
+    return CannotWrite(f"no space left for stage {stage.name} in {folder}; free some space, or set ACCEL_CACHE_DIR")
 
 
 def _as_made_from(made: Artifact, src: Artifact) -> Artifact:

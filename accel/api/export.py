@@ -13,6 +13,7 @@ from accel.artifact import Artifact
 from accel.cache import StageCache, users_cache
 from accel.child import resolve
 from accel.errors import AccelError, BadInputSpec, CannotWrite, GateFailed, UnknownName, UnsupportedHere, UsageError
+from accel.folders.writing import writing
 from accel.optimizer.publish import check_no_decoder
 from accel.progress import shows_progress
 from accel.signature.decoder import Cache
@@ -394,21 +395,18 @@ def open_cache(stack: ExitStack, use_cache: bool) -> StageCache:
 
 
 def check_writable(out: Path) -> None:
-    """Raises the system's ``OSError`` if ``out`` can't be written. Callers call this function before any work
-    starts."""
+    """Raises ``CannotWrite`` if ``out`` can't be written. Callers call this function before any work starts."""
     from tempfile import NamedTemporaryFile
 
     check_name(out)
-    if out.is_dir():
-        raise IsADirectoryError(21, "is a folder", str(out))
-    # A folder can't be created at the path of a broken symlink.
-    for folder in out.absolute().parents:
-        if folder.is_symlink() and not folder.exists():
-            raise FileExistsError(17, "a link that leads nowhere", str(folder))
-    there = next(folder for folder in out.absolute().parents if folder.exists())
-    try:
+    with writing():
+        if out.is_dir():
+            raise IsADirectoryError(21, "is a folder", str(out))
+        # A folder can't be created at the path of a broken symlink.
+        for folder in out.absolute().parents:
+            if folder.is_symlink() and not folder.exists():
+                raise FileExistsError(17, "a link that leads nowhere", str(folder))
+    with writing(out):
+        there = next(folder for folder in out.absolute().parents if folder.exists())
         with NamedTemporaryFile(dir=there, prefix=".accel-"):
             pass
-    except OSError as error:
-        error.filename = str(out)
-        raise

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import Artifact
+from accel.artifact import Artifact, beside
 from accel.decoders.folder import check_folder, write_folder
 from accel.optimizer.publish import check_no_decoder, check_out
 from accel.optimizer.report.page import PAGE
@@ -106,8 +106,8 @@ class Optimized(Optimization):
         """Copies the model, its manifest and the report to ``folder``, and the configs and the tokenizer of a decoder.
         Returns the copied artifact.
 
-        Raises ``CannotWrite`` if a file that accel did not make would be overwritten, or if ``folder`` holds a decoder
-        and this model is none.
+        Raises ``CannotWrite`` if ``folder`` can't be written, if a file that accel did not make would be overwritten,
+        or if ``folder`` holds a decoder and this model is none.
         """
         folder = Path(folder)
         decoder = "decoder" in self.artifact.source
@@ -118,7 +118,8 @@ class Optimized(Optimization):
             write_folder(saved, self.artifact.path.parent)
         for name in (REPORT, PAGE):
             if (file := self.artifact.path.parent / name).is_file() and file.parent.resolve() != folder.resolve():
-                shutil.copyfile(file, folder / name)
+                with beside(folder / name) as temporary:
+                    shutil.copyfile(file, temporary)
         return saved
 
     def close(self) -> None:

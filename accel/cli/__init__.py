@@ -8,7 +8,6 @@ exit code.
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import json
 import os
@@ -21,7 +20,8 @@ from typing import Any
 import click
 
 from accel.cancel import on_interrupt
-from accel.errors import NO_SPACE, AccelError, one_line
+from accel.errors import AccelError, one_line
+from accel.folders.writing import cannot_write
 from accel.machine import collect_rarely, share_cores
 from accel.progress import PlainLines, silent, watched_by
 from accel.spelling import on_command_line
@@ -107,7 +107,7 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
             sys.stdout.close()
         return 1
     except OSError as error:
-        return _say(_os_error(error))
+        return _say(str(cannot_write(error)))
     except MemoryError:
         return _say("out of memory; free some, or lower the largest batch with --dim batch=1:1:2")
     except Exception as error:
@@ -121,17 +121,6 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
 def _say(message: str, code: int = 1) -> int:
     click.echo(f"accel: error: {one_line(message, None)}", err=True)
     return code
-
-
-def _os_error(error: OSError) -> str:
-    where = error.filename2 or error.filename or "a file"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission to write {where}; choose another -o"
-    if error.errno in NO_SPACE:
-        return f"no space left for {where}; free some, or point -o and ACCEL_CACHE_DIR to another disk"
-    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
-        return f"{where}: {error.strerror}; choose another -o"
-    return f"{where}: {error.strerror or error}; check the path and the disk"
 
 
 def output_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,8 @@ from typing import Any
 from accel.errors import CannotWrite
 from accel.progress import report
 
+from .writing import writing
+
 OWNER = "owner.jsonl"
 _TOUCH_SECONDS = 2.0
 # The seconds after which a launcher on another machine counts as dead if it didn't touch the file.
@@ -36,9 +38,11 @@ def owned(out: Path, rendezvous: str | None) -> Iterator[bool]:
     """Opens a context in which this process owns the folder ``out``. Yields False if this process joins other machines
     of the same run, which already own ``out``.
 
-    Launchers with the same ``rendezvous`` own ``out`` together. Raises ``CannotWrite`` if another run owns ``out``.
+    Launchers with the same ``rendezvous`` own ``out`` together. Raises ``CannotWrite`` if another run owns ``out``, or
+    if ``out`` can't be written.
     """
-    descriptor = os.open(out / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with writing(out):
+        descriptor = os.open(out / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     stopped = threading.Event()
     try:
         first = _lock(descriptor, out, rendezvous)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import beside
 from accel.errors import MissingExtra
+from accel.folders.writing import make_folder
 
 from .cost import GraphCost
 from .layout import layout
@@ -132,7 +133,7 @@ def write_page(models: Sequence[dict[str, Any]], out: Path) -> None:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     title = " and ".join(m["title"] for m in models)
     page = environment.from_string(template).render(title=title, data=data)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     with beside(out) as temporary:
         temporary.write_text(page, encoding="utf-8")
 

@@ -12,6 +12,7 @@ from typing import Any
 from accel.artifact import Artifact, Manifest, beside, manifest_path
 from accel.decoders.folder import GENAI_CONFIG, OPENVINO_GENAI, write_folder
 from accel.errors import AccelError, CannotWrite
+from accel.folders.writing import writing
 from accel.signature.decoder import is_stateful
 from accel.sources.main_file import REPORT
 from accel.spelling import option
@@ -32,18 +33,23 @@ def check_no_decoder(folder: Path) -> None:
 def check_out(folder: Path, source: str) -> None:
     """Raises ``CannotWrite`` if the output would overwrite ``source``, or a file in ``folder`` that accel did not
     make."""
-    if folder.exists() and not folder.is_dir():
-        raise CannotWrite(f"{folder} is a file; give a folder with {option('out')}")
-    for name in main_files():
-        main = folder / name
-        if main.exists() and not manifest_path(main).is_file():
-            raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another {option('out')}")
-        if main.exists() and Path(source).exists() and main.samefile(source):
-            raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another {option('out')}")
-    if (folder / PAGE).exists() and not (folder / REPORT).exists():
-        raise CannotWrite(
-            f"{folder / PAGE} was not made by accel and would be overwritten; give another {option('out')}"
-        )
+    with writing(folder):
+        if folder.exists() and not folder.is_dir():
+            raise CannotWrite(f"{folder} is a file; give a folder with {option('out')}")
+        for name in main_files():
+            main = folder / name
+            if main.exists() and not manifest_path(main).is_file():
+                raise CannotWrite(
+                    f"{main} was not made by accel and would be overwritten; give another {option('out')}"
+                )
+            if main.exists() and Path(source).exists() and main.samefile(source):
+                raise CannotWrite(
+                    f"{main} is the model to optimize and would be overwritten; give another {option('out')}"
+                )
+        if (folder / PAGE).exists() and not (folder / REPORT).exists():
+            raise CannotWrite(
+                f"{folder / PAGE} was not made by accel and would be overwritten; give another {option('out')}"
+            )
 
 
 def publish(

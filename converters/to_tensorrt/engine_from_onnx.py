@@ -14,7 +14,7 @@ from typing import Any
 from accel.artifact import Artifact, Manifest, beside, file_sha256, manifest_path
 from accel.cache import kept_folder
 from accel.child import run_in_child
-from accel.errors import BadInputSpec, BuildFailed, CannotWrite, ChildCrashed, MissingExtra, UnsupportedHere
+from accel.errors import BadInputSpec, BuildFailed, ChildCrashed, MissingExtra, UnsupportedHere
 from accel.runtimes.engine_options import HARDWARE
 from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, check_capability, toolkit_runtime
 from accel.signature import Dim, Signature, TensorSpec, with_values_of
@@ -177,8 +177,6 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
             f"{config.toolkit} died while building {model.name} ({error}); simplify the model or export it with "
             "another opset"
         ) from error
-    except OSError as error:
-        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another {option('out')}") from error
     return built
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import beside
+from accel.errors import CannotWrite
+from accel.folders.writing import make_folder
 from accel.progress import report
 
 _SUM_BYTES = 32
@@ -42,11 +44,11 @@ def keep_timing_cache(config: Any, file: Path) -> None:
         return
     known = bytes(cache.serialize())
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         with beside(file) as temporary:
             temporary.write_bytes(hashlib.sha256(known).digest() + known)
-    except OSError as error:
-        report(f"the timing cache can't be kept ({error.strerror or error})")
+    except CannotWrite as error:
+        report(f"the timing cache can't be kept ({error})")
 
 
 def _read(file: Path) -> bytes:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import beside
 from accel.errors import UsageError
 from accel.folders.owner import OWNER, owned
+from accel.folders.writing import make_folder, writing
 from accel.spelling import option
 
 from .parquet import Part
@@ -49,17 +50,18 @@ class ResultFolder:
 
         Raises ``UsageError`` if the folder holds something else, and ``CannotWrite`` if another process writes into it.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"{self.path} is a file; choose another {option('out')}")
-        names = {p.name for p in self.path.iterdir()} if self.path.exists() else set()
+        with writing(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise UsageError(f"{self.path} is a file; choose another {option('out')}")
+            names = {p.name for p in self.path.iterdir()} if self.path.exists() else set()
         if names - {OWNER} and _RECORD not in names:
             raise UsageError(f"{self.path} holds other files; choose another {option('out')}")
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         with owned(self.path, None):
             self._check_record()
             for left in (*self.path.glob(".part-*"), *self.path.glob(f"{_FAILED}/.part-*")):
                 left.unlink()
-            (self.path / _FAILED).mkdir(exist_ok=True)
+            make_folder(self.path / _FAILED)
             yield
 
     def _check_record(self) -> None:

@@ -20,7 +20,8 @@ from torch.nn.utils import parametrize
 
 from accel.artifact import canonical_json, text_sha256
 from accel.cache import StageCache
-from accel.errors import AccelError, BadInputSpec, BadSource, one_line
+from accel.errors import AccelError, BadInputSpec, BadSource, no_space, one_line
+from accel.folders.writing import cannot_write
 from accel.signature import BATCH, DimRange, Signature, TensorSpec
 from accel.spelling import option
 
@@ -297,8 +298,11 @@ def _write(module: torch.nn.Module, path: Path) -> None:
         body = io.BytesIO(script_bytes(module))
     with by_value(module):
         try:
-            torch.save(body, path, pickle_module=cloudpickle)
+            with path.open("wb") as stream:  # given a path, torch's own code hides that the disk is full
+                torch.save(body, stream, pickle_module=cloudpickle)
         except Exception as error:  # an object may raise any type of error
+            if full := no_space(error):
+                raise cannot_write(full, path) from error
             raise BadSource(
                 f"the module {class_name(module)} can't be copied: {_unpicklable(module)}{one_line(error, 160)}; "
                 "remove this part from the module, or write a function that makes the module and give the function as "

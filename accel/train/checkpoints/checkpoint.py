@@ -142,7 +142,7 @@ class Checkpoints:
                 if final.exists():
                     _delete(final)
                 part.replace(final)
-            except OSError as error:
+            except (OSError, CannotWrite) as error:
                 raise self._unwritten(final, error) from error
             self._passed.discard(final.name)
             self._keep()

@@ -22,6 +22,7 @@ import accel.errors
 from accel.child import bound, own_temporary
 from accel.errors import AccelError, BadConfig, TrainingFailed
 from accel.folders.owner import owned
+from accel.folders.writing import make_folder
 from accel.machine import available_cores
 from accel.progress import report
 
@@ -60,7 +61,7 @@ def train(
     """
     _valid(config, nproc, nnodes, rendezvous)
     runnable(config)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     with owned(out, rendezvous if nnodes != "1" else None) as first:
         if first:
             watchdog.end(out)  # a killed launcher's ranks may need a moment to end
