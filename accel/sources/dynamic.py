@@ -1,9 +1,9 @@
 """Reads the argument ``dynamic``, which names the dynamic axes of a live model's example inputs.
 
 Axes are a dict such as ``{0: "batch"}``, or a sequence with one item for each axis. An item is a name, a
-``torch.export.Dim``, or None for a static axis. The axes of a tensor inside a container are found by the tensor's own
-name (``{"batch_ids": {0: "batch"}}``), or by the structure of the argument, as in torch (``{"batch": {"ids": {0:
-"batch"}}}``).
+``torch.export.Dim``, or None or the example's size for a static axis. The axes of a tensor inside a container are found
+by the tensor's own name (``{"batch_ids": {0: "batch"}}``), or by the structure of the argument, as in torch
+(``{"batch": {"ids": {0: "batch"}}}``).
 """
 
 from __future__ import annotations
@@ -31,25 +31,35 @@ class NamedAxes:
     open_batch: bool
 
 
-def named_axes(dynamic: Dynamic | None, templates: Mapping[str, Template], ranks: Mapping[str, int]) -> NamedAxes:
-    """Returns the axes that ``dynamic`` names. ``templates`` describes the arguments, and ``ranks`` has the number of
-    axes of each input.
+def named_axes(
+    dynamic: Dynamic | None, templates: Mapping[str, Template], shapes: Mapping[str, Sequence[int]]
+) -> NamedAxes:
+    """Returns the axes that ``dynamic`` names. ``templates`` describes the arguments, and ``shapes`` has the shape of
+    each input in the example.
 
     Raises ``BadInputSpec`` if ``dynamic`` doesn't fit the arguments.
     """
-    given = dict(_by_input(dynamic, templates, ranks)) if dynamic else {}
+    given = dict(_by_input(dynamic, templates, shapes)) if dynamic else {}
     names: dict[str, dict[int, str]] = {}
     ranges: dict[str, list[int]] = {}
     for name, axes in given.items():
-        rank = ranks[name]
+        rank = len(shapes[name])
         for axis, dim in axes.items() if isinstance(axes, Mapping) else enumerate(axes):
-            if _is_static(dim):
-                continue
             if not -rank <= axis < rank:
+                if dim is None:
+                    continue
                 raise BadInputSpec(
                     f"the argument dynamic has the axis {axis} of the input {name}, which has only {rank} axes; give "
                     f"an axis in 0..{rank - 1}"
                 )
+            if isinstance(dim, int) and dim != shapes[name][axis]:
+                raise BadInputSpec(
+                    f"the argument dynamic gives axis {axis} of the input {name} the size {dim}, but the size in the "
+                    f"example is {shapes[name][axis]}; give a name, as in {{{axis}: {f'{name}_{axis % rank}'!r}}}, for "
+                    f"an axis of any size, or an example of size {dim}"
+                )
+            if _is_static(dim):
+                continue
             label = dim if isinstance(dim, str) else getattr(dim, "__name__", f"{name}_{axis % rank}")
             names.setdefault(name, {})[axis % rank] = label
             low, high = getattr(dim, "min", None), getattr(dim, "max", None)

@@ -67,7 +67,7 @@ def capture(model: Any, example: Any = None, dynamic: Dynamic | None = None) -> 
     parts = dict(zip(_parameters(model), arguments.get("tuple", [arguments]), strict=False))
     axes: Mapping[str, Iterable[int]]
     if dynamic is not None:
-        named = named_axes(dynamic, parts, {name: value.ndim for name, value in arrays.items()})
+        named = named_axes(dynamic, parts, {name: value.shape for name, value in arrays.items()})
         axes = named.names
         if named.open_batch and not any(0 in found for found in axes.values()):
             firsts = _batch_axes(call, arrays)

@@ -67,7 +67,7 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
     """
     module = unwrapped(model)
     arguments, tensors, facts = facts_of_call(module, example)
-    named = named_axes(dynamic, arguments, {name: tensor.ndim for name, tensor in tensors.items()})
+    named = named_axes(dynamic, arguments, {name: tuple(one.shape) for name, one in tensors.items()})
     values = {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
     key = text_sha256(canonical_json([facts, values, named.names, named.ranges, named.open_batch]))
     cache = StageCache()

@@ -78,7 +78,7 @@ def test_the_file_takes_other_sizes_of_a_nested_input(tmp_path: Any) -> None:
 
 def _named(argument: Any, dynamic: Any) -> Any:
     template, tensors = describe(argument, "batch", strict=True)
-    return named_axes(dynamic, {"batch": template}, {name: one.ndim for name, one in tensors.items()})
+    return named_axes(dynamic, {"batch": template}, {name: tuple(one.shape) for name, one in tensors.items()})
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,12 @@ def test_forms_of_dynamic(argument: Any, dynamic: Any, names: Any) -> None:
             {"batch": {"ids": {2: "n"}}},
             "the axis 2 of the input batch_ids, which has only 2 axes; give an axis in 0..1$",
         ),
+        (
+            {"batch": {"ids": {-1: 9}}},
+            r"axis -1 of the input batch_ids the size 9, but the size in the example is \d; give a name, as in "
+            r"\{-1: 'batch_ids_1'\}, for an axis of any size, or an example of size 9$",
+        ),
+        ({"batch": {"mask": [None, 0]}}, "axis 1 of the input batch_mask the size 0, but"),
     ],
 )
 def test_wrong_names(dynamic: Any, message: str) -> None:
