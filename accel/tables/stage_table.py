@@ -41,7 +41,7 @@ STAGES: tuple[Stage, ...] = (
         takes=("torch",),
         gives="onnx",
         packages=("torch", "onnx", "onnxscript"),
-        version=5,
+        version=6,
         proves=True,
     ),
     Stage(

@@ -256,15 +256,16 @@ def _apart(out: Path) -> Iterator[Path]:
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Returns the translations of the operators that torch's exporter translates wrongly or not at all. The table
-    covers ``stable_operators``, ``missing_operators``, ``linear_systems`` and accel's own operators.
+    covers ``stable_operators``, ``missing_operators``, ``adaptive_pooling``, ``linear_systems`` and accel's own
+    operators.
 
     A model can hold accel's operators only after ``accel.kernels.torch.operators`` was imported, because the import
     registers the operators.
     """
-    from . import linear_systems, missing_operators, stable_operators
+    from . import adaptive_pooling, linear_systems, missing_operators, stable_operators
 
     table = stable_operators.translation_table() | missing_operators.translation_table()
-    table |= linear_systems.translation_table()
+    table |= adaptive_pooling.translation_table() | linear_systems.translation_table()
     if "accel.kernels.torch.operators" in sys.modules:
         from accel.kernels.onnx import export as onnx_export
 
