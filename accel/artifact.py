@@ -211,14 +211,16 @@ class Artifact:
 
     @property
     def integer_ranges(self) -> IntegerRanges:
-        """Returns the ranges that the manifest declares for the integer inputs. Without a manifest, returns no ranges.
+        """Returns the ranges that the manifest declares for the integer inputs. An ONNX file without a manifest has the
+        ranges of the inputs that select rows of its tables. Other models without a manifest have no ranges.
 
-        Models from PyTorch get exactly the declared ranges. In other models, a declared range from 0 to N becomes the
-        range from -N - 1 to N, because negative indices count from the end.
+        ONNX lets a negative index count from the end, but PyTorch's embeddings refuse it, so an id of -1 is taken for a
+        mistake. A caller who means it declares the range, such as ``{-20..19}``. In models from TensorFlow, a declared
+        range from 0 to N becomes the range from -N - 1 to N.
         """
-        strict = self.source.get("kind") == "torch"
+        strict = self.source.get("kind") in ("torch", "onnx")
         found = []
-        for spec in self.signature.inputs if self.manifest else ():
+        for spec in self.signature.inputs if self.manifest or self.kind == "onnx" else ():
             low, high = spec.range_at({}) or (1, 1)
             if spec.dtype not in _INDICES:
                 found.append(replace(spec, values=None))

@@ -259,7 +259,7 @@ def command(
         _manifest(manifest, {**fields, **_deployed(deploy)}, say)
         return
     try:
-        from accel.serve.models.places import read_words
+        from accel.serve.models.places import read_words, why_empty
         from accel.serve.process.options import ServeOptions
         from accel.serve.process.serving import ServingProcess, end, start_logging
         from accel.serve.process.supervisor import Supervisor
@@ -274,6 +274,9 @@ def command(
         _check(options, say)
         return
     start_logging(options)
+    lacks = why_empty(repository, options.mode == "poll")
+    if lacks and options.mode != "explicit":  # in explicit mode, the models come later
+        click.echo(f"accel: warning: {lacks}", err=True)
 
     def ready(advice: str) -> None:
         if advice and not say.quiet:

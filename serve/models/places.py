@@ -151,6 +151,19 @@ def read_words(words: Sequence[str]) -> tuple[str, dict[str, Path]]:
     return (repositories[0] if repositories else ""), named
 
 
+def why_empty(repository: str, polled: bool) -> str:
+    """Returns a sentence that says what ``repository`` lacks if it is a folder without a model, else "". Doesn't read a
+    repository at an address. ``polled`` tells whether the server finds models that are added later."""
+    root = Path(repository)
+    if not repository or "://" in repository or not root.is_dir() or RepositoryFolder(root).folders():
+        return ""
+    add = "add one, which the server then finds" if polled else "add one and start the server again"
+    return (
+        f"the folder {repository} has no model: a repository has a subfolder for each model, with the model's file or "
+        f"its numbered versions in it; {add}, or name a model file"
+    )
+
+
 def _split(word: str) -> tuple[str, Path | None]:
     """Returns the name and the path in ``NAME=PATH`` or ``PATH``. The path is None if ``word`` is an address."""
     if "://" in word.partition("=")[0]:

@@ -15,7 +15,9 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+import accel
 from accel.artifact import Manifest, manifest_path
+from accel.errors import BadFeeds
 from accel.signature import DimRange
 from tests.support import onnx_builder as build
 from tests.support.serving import FLOAT, INT64, linear, plain
@@ -56,9 +58,10 @@ def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> N
             return found
 
     np.testing.assert_array_equal(ask("words", 10, 0), TABLE[[[10, 0]]])
-    with pytest.raises(InferenceServerException, match=r"input 'ids' holds 11, it takes 0\.\.10") as caught:
-        ask("words", 1, 11)
-    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    for wrong in (11, -1):  # the files have no manifest, and ONNX itself would take -1 for the last row
+        with pytest.raises(InferenceServerException, match=rf"input 'ids' holds {wrong}, it takes 0\.\.10") as caught:
+            ask("words", 1, wrong)
+        assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
     body = {"inputs": [{"name": "ids", "shape": [1, 1], "datatype": "INT64", "data": [99]}]}
     status, answer = plain(process, "/v2/models/words/infer", json.dumps(body).encode())
     assert (status, b"it takes 0..10" in answer) == (400, True)
@@ -91,6 +94,16 @@ def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
         with pytest.raises(InferenceServerException, match=rf"input 'ids' holds {wrong}, it takes 0\.\.7") as caught:
             client.infer("words", [given])
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_a_caller_declares_negative_indices(words: Path, tmp_path: Path) -> None:
+    """Fails if the advice of docs/how-to/serving.md doesn't let a model take negative indices."""
+    file = words / "words" / "1" / "model.onnx"
+    made = accel.export(file, inputs=["ids:int64[batch,n]{-11..10}"], out=tmp_path / "declared.onnx")
+    with accel.load(made) as session:
+        np.testing.assert_array_equal(session.run({"ids": np.array([[-1]])})["y"], TABLE[[[-1]]])
+    with accel.load(file) as session, pytest.raises(BadFeeds, match=r"holds -1, it takes 0\.\.10"):
+        session.run({"ids": np.array([[-1]])})
 
 
 def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any) -> None:

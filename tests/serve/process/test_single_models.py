@@ -18,7 +18,7 @@ from onnx import TensorProto
 
 from accel.artifact import Manifest, manifest_path
 from accel.errors import AccelError, UsageError
-from accel.serve.models.places import NamedModels, read_words
+from accel.serve.models.places import NamedModels, read_words, why_empty
 from accel.serve.process.serving import ServingProcess
 from accel.signature import Signature, TensorSpec
 from tests.support import onnx_builder as build
@@ -49,6 +49,21 @@ def test_the_printed_lines_get_an_answer(tmp_path: Path, serve: Callable[..., Se
     assert json.loads(said)["outputs"] == [wanted]
     assert json.dumps(wanted, separators=(",", ":")) in done
     assert served.end() == 0
+
+
+def test_a_folder_without_a_model(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    """Fails if a server without a model starts without a word on what it looks for."""
+    (tmp_path / "notes.txt").touch()
+    served = serve(str(tmp_path))
+    served.wait_for("serving")
+    said = [line["message"] for line in served.log if "has no model" in line["message"]]
+    assert said == [
+        f"accel: warning: the folder {tmp_path} has no model: a repository has a subfolder for each model, with the "
+        "model's file or its numbered versions in it; add one and start the server again, or name a model file\n"
+    ]
+    assert "add one, which the server then finds, or" in why_empty(str(tmp_path), polled=True)
+    (tmp_path / "net").mkdir()
+    assert why_empty(str(tmp_path), polled=False) == why_empty("s3://bucket/models", polled=False) == ""
 
 
 def _asked(process: ServingProcess) -> list[str]:
