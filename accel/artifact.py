@@ -211,16 +211,18 @@ class Artifact:
 
     @property
     def integer_ranges(self) -> IntegerRanges:
-        """Returns the ranges that the manifest declares for the integer inputs. An ONNX file without a manifest has the
-        ranges of the inputs that select rows of its tables. Other models without a manifest have no ranges.
+        """Returns the ranges that the manifest declares for the integer inputs. A file of torch's own exporter, which
+        has no manifest, has the ranges of the inputs that select rows of its tables. Other models without a manifest
+        have no ranges.
 
-        ONNX lets a negative index count from the end, but PyTorch's embeddings refuse it, so an id of -1 is taken for a
-        mistake. A caller who means it declares the range, such as ``{-20..19}``. In models from TensorFlow, a declared
-        range from 0 to N becomes the range from -N - 1 to N.
+        Models from PyTorch get exactly these ranges, because PyTorch's embeddings refuse negative indices. In other
+        models, a declared range from 0 to N becomes the range from -N - 1 to N, because negative indices count from the
+        end.
         """
-        strict = self.source.get("kind") in ("torch", "onnx")
+        of_torch = self.source.get("producer") == "pytorch"
+        strict = of_torch or self.source.get("kind") == "torch"
         found = []
-        for spec in self.signature.inputs if self.manifest or self.kind == "onnx" else ():
+        for spec in self.signature.inputs if self.manifest or of_torch else ():
             low, high = spec.range_at({}) or (1, 1)
             if spec.dtype not in _INDICES:
                 found.append(replace(spec, values=None))

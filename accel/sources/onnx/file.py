@@ -309,6 +309,8 @@ def open_onnx(
         if probe:
             probe_apart(path, artifact.digest, cache or StageCache())
         source = {"kind": "onnx", "spec": str(path), "files": [_file_entry(f, hashes[f.name]) for f in files]}
+        if producer := read_without_weights(path).producer_name:
+            source["producer"] = producer
         artifact = replace(artifact, source=source)
     if inputs:
         artifact = replace(artifact, signature=_declared(artifact.signature, inputs))
