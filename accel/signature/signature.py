@@ -168,8 +168,13 @@ class Signature:
 
     def repeated_inputs(self, number: int, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Returns random inputs for the run with the ``number`` 1, 2, 3... at ``sizes`` that follows the runs of
-        ``cases``. No case has these inputs."""
-        return self.example_inputs(seed=len(self.cases()) - 1 + number, **sizes)
+        ``cases``. No case has these inputs. In the first run, every mask holds ones, because models leave such a mask
+        out, and may then compute something else than with a mask."""
+        import numpy as np
+
+        feeds = self.example_inputs(seed=len(self.cases()) - 1 + number, **sizes)
+        masks = [spec.name for spec in self.inputs if _is_mask(spec) and spec.name in feeds] if number == 1 else []
+        return {**feeds, **{name: np.ones_like(feeds[name]) for name in masks}}
 
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
         """Returns random inputs that the model accepts. Equal seeds give equal inputs. ``sizes`` sets the sizes of
@@ -195,7 +200,7 @@ class Signature:
             kind = numpy_dtype(spec.dtype)
             if spec.dtype == "string":
                 feeds[spec.name] = np.full(shape, "accel", dtype=object)
-            elif spec.name.endswith("mask") and spec.dtype not in ("float32", "float16", "bfloat16") and shape:
+            elif _is_mask(spec):
                 lengths = rng.integers((shape[-1] + 1) // 2, shape[-1] + 1, size=(*shape[:-1], 1))
                 feeds[spec.name] = (np.arange(shape[-1]) < lengths).astype(kind)
             elif spec.sample is not None:
@@ -347,6 +352,11 @@ class Signature:
         return cls(specs(body["inputs"]), specs(body["outputs"]), dims)
 
 
+def _is_mask(spec: TensorSpec) -> bool:
+    """Tells whether an input is a mask of ones and zeros, by its name."""
+    return bool(spec.name.endswith("mask") and spec.dtype not in ("float32", "float16", "bfloat16") and spec.shape)
+
+
 def _is_narrower(value: Any, spec: TensorSpec) -> bool:
     """Tells whether ``value`` is an array of a narrower dtype than that of ``spec``, and of the same kind."""
     import numpy as np
@@ -372,9 +382,11 @@ def _wrong_type(spec: TensorSpec, value: Any) -> BadFeeds:
             f"arrays; give {spec.name}.numpy({'force=True' if copied else ''}), or call the session itself with the "
             "tensor"
         )
+    cast = f"cast the input to {spec.dtype}"
+    if spec.dtype == "float32":
+        cast += f" with {spec.name}.float(), or with {spec.name}.astype('float32') for a NumPy array,"
     return BadFeeds(
-        f"input {spec.name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; cast the input to "
-        f"{spec.dtype} if that loses no number"
+        f"input {spec.name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; {cast} if that loses no number"
     )
 
 

@@ -48,7 +48,7 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
             f"; the outputs depend on the order of equal or nearly equal scores in {place}, and each runtime orders "
             f"them differently; {_APART}; a model may have equal scores because its weights are not trained"
         )
-    if other := _differs_in_exports(src, module, feeds, limit):
+    if other := _differs_by_attention(src, module, feeds, limit) or _differs_in_exports(src, module, feeds, limit):
         return other
     apart = _from_float64(src, module, feeds, found) if all(off) else 0.0
     if apart > limit / 4:
@@ -86,6 +86,37 @@ def _differs_in_exports(src: Artifact, module: NamedModule, feeds: dict[str, np.
     return (
         "; the model computes other outputs while it is exported (torch.compiler.is_exporting()) than in eager mode, "
         f"which chooses by values of the inputs{where}; make both ways equal"
+    )
+
+
+def _differs_by_attention(src: Artifact, module: NamedModule, feeds: dict[str, np.ndarray], limit: float) -> str:
+    """Returns a text about a model of transformers whose outputs depend on how it computes attention. Returns "" if the
+    outputs agree within ``limit`` on ``feeds``, and on ``feeds`` with masks of ones.
+
+    PyTorch's own attention gets no mask if transformers finds only ones in the mask, and an exported graph can't choose
+    by the values. If a layer isn't declared as causal, it then sees tokens that the mask would hide.
+    """
+    import numpy as np
+
+    whole: Any = next((part for part in module.modules() if hasattr(part, "set_attn_implementation")), None)
+    own = getattr(getattr(whole, "config", None), "_attn_implementation", "eager")
+    if own == "eager":
+        return ""
+    ones = {name: np.ones_like(value) for name, value in feeds.items() if name.endswith("mask")}
+    try:
+        wanted = [run_named(module, src.signature, given) for given in (feeds, {**feeds, **ones})]
+        whole.set_attn_implementation("eager")
+        found = [run_named(module, src.signature, given) for given in (feeds, {**feeds, **ones})]
+    except Exception:  # a model may raise anything
+        return ""
+    finally:
+        whole.set_attn_implementation(own)
+    pairs = [difference(name, a[name], b[name]) for a, b in zip(wanted, found, strict=True) for name in a]
+    if not any(one.problem or one.rel_l2 > limit for one in pairs):
+        return ""
+    return (
+        f"; the model's attention ({own}) leaves out a mask of ones, and its outputs then differ from those with the "
+        'attention "eager"; call model.set_attn_implementation("eager") before the export'
     )
 
 

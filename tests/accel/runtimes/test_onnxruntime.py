@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact, Manifest, manifest_path
@@ -100,6 +101,10 @@ def test_feeds_are_checked_before_the_runtime_sees_them(linear: Artifact) -> Non
         ):
             with pytest.raises(BadFeeds):
                 session.run(feeds)
+        advice = r"x\.float\(\), or with x\.astype\('float32'\) for a NumPy array"
+        with pytest.raises(BadFeeds, match=f"has dtype float64, but the model takes float32; cast .* with {advice}"):
+            session(torch.ones(1, 3, dtype=torch.float64))
+        assert session(torch.ones(1, 3, dtype=torch.float64).float())
 
 
 def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+
+import accel
+from accel.errors import ExportFailed
 
 NETS = """
 import torch
@@ -134,3 +140,22 @@ def test_statistics_of_the_batch_are_said(tmp_path: Path, cli: Any) -> None:
     assert "accel: warning: 'layer' (BatchNorm1d) runs in training mode" in ran["net"].stderr
     assert "the output of a sample depends on the other samples in its batch" in ran["net"].stderr
     assert "training mode" not in ran["right"].stderr
+
+
+def test_a_model_that_leaves_a_mask_of_ones_out(tmp_path: Path) -> None:
+    """Fails if a file passes that differs from the model for a mask of ones, or if the advice doesn't help. This model
+    forgets that it is causal if it leaves the mask out."""
+    config = transformers.Aimv2TextConfig(
+        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 2},
+    )
+    torch.manual_seed(0)
+    model = transformers.Aimv2TextModel(config).eval()
+    given = {"input_ids": torch.arange(16).reshape(2, 8), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
+    fix = re.escape('call model.set_attn_implementation("eager") before the export')
+    with pytest.raises(ExportFailed, match=rf"leaves out a mask of ones, .*; {fix}"):
+        accel.export(model, example=given, out=tmp_path / "m.onnx")
+    model.set_attn_implementation("eager")
+    made = accel.export(model, example=given, out=tmp_path / "m.onnx")
+    with accel.load(made) as session, torch.no_grad():
+        torch.testing.assert_close(session(**given).pooler_output, model(**given).pooler_output)
