@@ -124,9 +124,11 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         )
     # Many libraries read values only if they don't run inside torch.export, and these lines need no rewrite.
     read = _read(src, branches, exporting=True)
-    if certain := [place for place in read if place.rewrite.certain]:
+    if any(place.rewrite.certain for place in read):
+        # The other lines are named too, because the next export may stop at them.
+        ordered = sorted(read, key=lambda place: not place.rewrite.certain)
         raise ExportFailed(
-            f"{spec} computes in Python with the values of its inputs, which no exporter can follow: {_fixes(certain)}"
+            f"{spec} computes in Python with the values of its inputs, which no exporter can follow: {_fixes(ordered)}"
         )
     if beyond := _too_far(src):
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")

@@ -174,6 +174,14 @@ def test_the_rewrite_works(lines: str, advice: str, followed: str, tmp_path: Pat
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_all_lines_are_named(tmp_path: Path, cli: Any) -> None:
+    """Fails if a message names only a branch, so that the next export fails at a number."""
+    source = written(tmp_path, "k = round(x.abs().sum().item())\nif x.mean() > 0:\n    y = y * 2\ny = y + k")
+    ran = cli("export", source, *(word for text in INPUTS for word in ("--input", text)), "-o", tmp_path / "net.onnx")
+    assert "write `y = torch.where(x.mean() > 0, y * 2, y)` instead of `if x.mean() > 0`; at net.py" in ran.stderr
+    assert "instead of `round(x.abs().sum().item())`" in ran.stderr
+
+
 class Live(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (2.0 if x.abs().sum().item() > 1000 else 1.0)
