@@ -7,17 +7,18 @@ Usage:
     python benchmarks/decoders.py --forms accel-int4,genai-int4    # only these forms
     python benchmarks/decoders.py --make                           # only makes the files, which takes minutes
 
-``FOLDER`` is made by ``pip install --no-deps --target FOLDER onnxruntime-genai llama-cpp-python gguf``, which compiles
-llama.cpp for the CPU of this machine. Run ``accel kernels build --onnxruntime-include DIR`` first, so that ``accel
-optimize`` can choose packed weights.
+``FOLDER`` is made by ``pip install --no-deps --target FOLDER onnxruntime-genai llama-cpp-python gguf openvino-genai
+openvino-tokenizers ctranslate2``, which compiles llama.cpp for the CPU of this machine. Run ``accel kernels build
+--onnxruntime-include DIR`` first, so that ``accel optimize`` can choose packed weights.
 
 The model is a Llama of 12 layers of 1024 with 16 heads, 4 heads of keys and values and a vocabulary of 32,000 (201 M
-parameters). Its weights are random, so the divergences (KL) compare the forms with one another, and say nothing about a
-trained model.
+parameters). Its weights are random, so the divergences (KL), which ``decoders_quality.py`` measures, compare the forms
+with one another, and say nothing about a trained model.
 
 ``accel-fp32`` is the plain export. The other forms of accel are made by ``accel optimize``, ``accel-int4`` with one
-scale for 32 weights, as in genai's file, and ``accel-int4-128`` with the default. genai's files are made by its own
-builder, and ``genai-accel-int4`` is its loop on accel's file. llama.cpp's files are made by its own quantizer.
+scale for 32 weights, as in genai's file, and ``accel-int4-128`` with the default. ``genai-accel-int4`` is genai's loop
+on accel's file. Other files are made by the tools: genai's by its builder, llama.cpp's by its quantizer, CTranslate2's
+by its converter, and OpenVINO's by NNCF.
 
 Every form runs in a process of its own. The processes take turns in short blocks, so that other work on the machine
 slows all of them. A decode time is the median over the blocks of the fastest step of a block, with the quartiles. The
@@ -37,9 +38,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import decoders_in_ctranslate2
+import decoders_in_genai
 import decoders_in_llama_cpp
+import decoders_in_openvino
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,22 +58,29 @@ ACCEL: dict[str, tuple[str, dict[str, Any]] | None] = {
     "accel-int4": ("int4", {"block_size": 32}),
     "accel-int4-128": ("int4", {}),
 }
-ON_ACCEL = "genai-accel-int4"
-GENAI = {"genai-fp32": (), "genai-int4": ("int4_accuracy_level=4", "int4_block_size=32")}
-LLAMA_CPP = tuple(decoders_in_llama_cpp.FORMS)
-FORMS = ("pytorch", *ACCEL, *GENAI, ON_ACCEL, *LLAMA_CPP)
+# The module of each form of a tool with files of its own.
+OTHERS: dict[str, ModuleType] = {
+    form: tool
+    for tool in (decoders_in_genai, decoders_in_llama_cpp, decoders_in_openvino, decoders_in_ctranslate2)
+    for form in tool.FORMS
+}
+FORMS = ("pytorch", *ACCEL, *OTHERS)
 THREADS = 2
+Run = Callable[[np.ndarray, int], tuple[float, list[float]]]
+Steps = tuple[Callable[[np.ndarray], None], Callable[[], float]]
 # The file that a finished form has.
-MADE = ("model.onnx", "model.gguf")
+MADE = ("model.onnx", "model.gguf", "openvino_model.bin", "model.bin")
 # The libraries of each kind of form. Their memory doesn't count.
 LIBRARIES = {
     "pytorch": ("torch", "transformers"),
     "accel": ("accel.decoders.replay", "onnxruntime"),
     "genai": ("onnxruntime_genai",),
     "llama.cpp": ("llama_cpp",),
+    "openvino": ("openvino", "openvino_genai"),
+    "ctranslate2": ("ctranslate2",),
 }
 # The endings of the files with weights.
-WEIGHTS = (".onnx", ".weights", ".data", ".gguf")
+WEIGHTS = (".onnx", ".weights", ".data", ".gguf", ".bin")
 
 
 def make_model(folder: Path) -> Path:
@@ -87,19 +99,21 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def make_forms(folder: Path, forms: list[str], packages: Path | None) -> dict[str, float]:
+def make_forms(folder: Path, forms: list[str]) -> dict[str, float]:
     """Makes the files of ``forms`` that don't exist, and returns the seconds that each took."""
     import accel
 
     source, seconds = make_model(folder / "llama"), {}
     for form in dict.fromkeys(["accel-fp32", *forms]):  # the other forms of accel begin with the export
         out, started = folder / form, time.perf_counter()
-        if form not in (*ACCEL, *GENAI, *LLAMA_CPP) or any((out / name).is_file() for name in MADE):
+        if (
+            form not in (*ACCEL, *OTHERS)
+            or form == decoders_in_genai.ON_ACCEL
+            or any((out / name).is_file() for name in MADE)
+        ):
             continue
-        if form in GENAI:
-            make_by_genai(source, out, form, packages)
-        elif form in LLAMA_CPP:
-            decoders_in_llama_cpp.make(source, out, form)
+        if form in OTHERS:
+            OTHERS[form].make(source, out, form)
         elif (how := ACCEL[form]) is None:
             accel.export(source, out=out)
         else:
@@ -117,50 +131,21 @@ def make_forms(folder: Path, forms: list[str], packages: Path | None) -> dict[st
     return seconds
 
 
-def make_by_genai(source: Path, out: Path, form: str, packages: Path | None) -> None:
-    """Makes the form by genai's builder, which needs a tokenizer. The tokenizer is never used."""
-    from tokenizers import Tokenizer, models
-
-    precision = form.removeprefix("genai-")
-    with tempfile.TemporaryDirectory(dir=source.parent) as scratch:
-        with_tokenizer = Path(scratch) / "source"
-        with_tokenizer.mkdir()
-        for file in source.iterdir():
-            (with_tokenizer / file.name).symlink_to(file.absolute())
-        Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(with_tokenizer / "tokenizer.json"))
-        about = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        (with_tokenizer / "tokenizer_config.json").write_text(json.dumps(about))
-        words = ["-i", str(with_tokenizer), "-o", str(out), "-p", precision, "-e", "cpu", "-c", scratch]
-        words += ["--extra_options", *GENAI[form]] if GENAI[form] else []
-        subprocess.run(
-            [sys.executable, "-m", "onnxruntime_genai.models.builder", *words],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment_with(packages),
-        )
-
-
 def environment_with(packages: Path | None) -> dict[str, str]:
     """Returns the environment of a process that finds accel and the tools in ``packages``."""
     path = [os.environ.get("PYTHONPATH", ""), *([str(packages)] if packages else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def divergences(folder: Path, forms: list[str]) -> dict[str, float]:
-    """Returns the mean divergence (KL) of each optimized form of accel from the export, in nats a token. genai's int4
-    rounds to the same steps as ``accel-int4``."""
-    import accel
-    from accel.optimizer.judge.decoder import DecoderJudge
-
-    judge = DecoderJudge(accel.Source(folder / "accel-fp32").open(), None)
-    made = [form for form in forms if ACCEL.get(form)]
-    return {
-        form: float(f"{judge.judge(accel.Source(folder / form / 'model.onnx').open(), {}).drop:.4g}") for form in made
-    }
+def divergences() -> dict[str, float]:
+    """Returns the mean divergence (KL) of each form from PyTorch, in nats a token, that ``decoders_quality.py`` found
+    last."""
+    path = RESULTS / "decoders_quality.json"
+    rows = json.loads(path.read_text())["models"].get("random", {"rows": {}})["rows"] if path.is_file() else {}
+    return {form: row["kl"] for form, row in rows.items()}
 
 
-def of_pytorch(folder: Path) -> tuple[Callable[[np.ndarray], None], Callable[[], float]]:
+def of_pytorch(folder: Path) -> Steps:
     """Returns a function that runs a prompt, and a function that runs one more token and returns its seconds."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
@@ -186,7 +171,7 @@ def of_pytorch(folder: Path) -> tuple[Callable[[np.ndarray], None], Callable[[],
     return prefill, decode
 
 
-def of_accel(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Callable[[], float]]:
+def of_accel(folder: Path, form: str) -> Steps:
     """Returns the functions of ``of_pytorch`` for a form of accel."""
     import accel
     from accel.decoders.replay import Replay
@@ -206,36 +191,16 @@ def of_accel(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Cal
     return prefill, decode
 
 
-def of_genai(folder: Path, form: str) -> tuple[Callable[[np.ndarray], None], Callable[[], float]]:
-    """Returns the functions of ``of_pytorch`` for onnxruntime-genai."""
-    import onnxruntime_genai as genai
+def by_steps(prefill: Callable[[np.ndarray], None], decode: Callable[[], float]) -> Run:
+    """Returns a function that runs a prompt and a number of steps, and returns the seconds of the prompt and of each
+    step."""
 
-    own = folder_of(folder, form)
-    config = json.loads((own / "genai_config.json").read_text())
-    options = {"intra_op_num_threads": THREADS}
-    config["model"]["decoder"]["session_options"] |= options
-    config["model"]["eos_token_id"] = [31999]
-    copy = Path(tempfile.mkdtemp(dir=folder))
-    for file in own.iterdir():
-        os.link(file, copy / file.name)
-    (copy / "genai_config.json").unlink()
-    (copy / "genai_config.json").write_text(json.dumps(config))
-    model = genai.Model(str(copy))
-    state: dict[str, Any] = {}
-
-    def prefill(ids: np.ndarray) -> None:
-        parameters = genai.GeneratorParams(model)
-        parameters.set_search_options(max_length=ids.shape[1] + STEPS + 8, do_sample=False)
-        state["generator"] = genai.Generator(model, parameters)
-        state["generator"].append_tokens(ids.astype(np.int32)[0])
-        state["generator"].generate_next_token()
-
-    def decode() -> float:
+    def run(ids: np.ndarray, steps: int) -> tuple[float, list[float]]:
         started = time.perf_counter()
-        state["generator"].generate_next_token()
-        return time.perf_counter() - started
+        prefill(ids)
+        return time.perf_counter() - started, [decode() for _ in range(steps)]
 
-    return prefill, decode
+    return run
 
 
 def work(form: str, folder: Path) -> None:
@@ -244,21 +209,17 @@ def work(form: str, folder: Path) -> None:
     for name in LIBRARIES[form.partition("-")[0]]:
         importlib.import_module(name)
     before = memory_mib("VmRSS")
-    if form == "pytorch":
-        prefill, decode = of_pytorch(folder)
-    elif form in LLAMA_CPP:
-        context = max(*CONTEXTS, PROMPT) + STEPS + 8
-        prefill, decode = decoders_in_llama_cpp.functions(folder / form / "model.gguf", THREADS, context)
+    context = max(*CONTEXTS, PROMPT) + STEPS + 8
+    run: Run
+    if form in OTHERS:
+        run = OTHERS[form].opened(folder_of(folder, form), THREADS, context)
     else:
-        prefill, decode = (of_genai if form.startswith("genai") else of_accel)(folder, form)
+        run = by_steps(*(of_pytorch(folder) if form == "pytorch" else of_accel(folder, form)))
     ids = np.random.default_rng(0).integers(3, 31000, (1, max(*CONTEXTS, PROMPT)))
     print("ready", flush=True)
     for line in sys.stdin:
         count = json.loads(line)
-        started = time.perf_counter()
-        prefill(ids[:, :count])
-        seconds = time.perf_counter() - started
-        steps = [decode() for _ in range(STEPS)]
+        seconds, steps = run(ids[:, :count], STEPS)
         print(json.dumps([seconds, steps, memory_mib("VmHWM") - before]), flush=True)
 
 
@@ -319,7 +280,7 @@ def bandwidth() -> float:
 
 def folder_of(folder: Path, form: str) -> Path:
     """Returns the folder with the file of a form."""
-    return folder / {"pytorch": "accel-fp32", ON_ACCEL: "accel-int4"}.get(form, form)
+    return folder / {"pytorch": "accel-fp32", decoders_in_genai.ON_ACCEL: "accel-int4"}.get(form, form)
 
 
 def bytes_held(folder: Path, form: str, context: int) -> float:
@@ -330,12 +291,12 @@ def bytes_held(folder: Path, form: str, context: int) -> float:
 
 def cache_bytes(form: str, context: int) -> int:
     """Returns the bytes of the keys and values of ``context`` tokens in 12 layers with 4 heads of 64."""
-    return 12 * 2 * 4 * 64 * context * (decoders_in_llama_cpp.CACHE_BYTES if form in LLAMA_CPP else 4)
+    return 12 * 2 * 4 * 64 * context * (OTHERS[form].CACHE_BYTES if form in OTHERS else 4)
 
 
 def bytes_of_a_step(folder: Path, form: str, context: int) -> float:
     """Returns the bytes that a step reads: the weights without the table of token embeddings, and the cache."""
-    table = 32000 * 1024 * decoders_in_llama_cpp.TABLE_BYTES.get(form, 4)
+    table = 32000 * 1024 * (OTHERS[form].TABLE_BYTES[form] if form in OTHERS else 4)
     return bytes_held(folder, form, context) - table
 
 
@@ -422,7 +383,7 @@ def main() -> None:
         sys.path.append(str(given.packages))
     own = ("pytorch", *ACCEL)
     forms = given.forms.split(",") if given.forms else list(FORMS if given.packages else own)
-    seconds = make_forms(given.folder, forms, given.packages)
+    seconds = make_forms(given.folder, forms)
     if given.make:
         print(json.dumps(seconds))
         return
@@ -430,7 +391,7 @@ def main() -> None:
         "environment": environment(THREADS),
         "seconds": seconds,
         **measure(forms, given.folder, given.packages),
-        "divergences": divergences(given.folder, forms),
+        "divergences": divergences(),
     }
     (RESULTS / "decoders.json").write_text(json.dumps(body, indent=2) + "\n")
     (RESULTS / "decoders.md").write_text(table(body))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,9 @@ FORMS = {"ctranslate2-fp32": "float32", "ctranslate2-int8": "int8"}
 # The bytes of a weight in the table of tokens. int8 has a scale of 4 bytes for a row of 1,024 weights.
 TABLE_BYTES = {"ctranslate2-fp32": 4, "ctranslate2-int8": 1}
 CACHE_BYTES = 4
+
+# Runs a prompt and a number of steps.
+Run = Callable[[np.ndarray, int], tuple[float, list[float]]]
 
 
 def make(source: Path, out: Path, form: str) -> None:
@@ -40,16 +44,15 @@ def _text(number: int) -> str:
     return f"t{number}"
 
 
-class Run:
-    """Runs a prompt and greedy steps after it."""
+def opened(folder: Path, threads: int, context: int) -> Run:
+    """Returns a function that runs a prompt [1, tokens] and a number of steps, and returns the seconds of the prompt
+    and of each step."""
+    del context  # the cache grows
+    import ctranslate2
 
-    def __init__(self, folder: Path, threads: int) -> None:
-        import ctranslate2
+    generator = ctranslate2.Generator(str(folder), device="cpu", intra_threads=threads)
 
-        self._generator = ctranslate2.Generator(str(folder), device="cpu", intra_threads=threads)
-
-    def __call__(self, ids: np.ndarray, steps: int) -> tuple[float, list[float]]:
-        """Returns the seconds of the prompt ``ids`` [1, tokens], and of each of ``steps`` steps."""
+    def run(ids: np.ndarray, steps: int) -> tuple[float, list[float]]:
         texts = [_text(number) for number in ids[0]]
         ticks = [time.perf_counter()]
 
@@ -57,9 +60,11 @@ class Run:
             ticks.append(time.perf_counter())
             return False  # go on
 
-        # This function returns before the last step is read, so the steps are noted by the thread that computes them.
-        self._generator.generate_batch(
+        # The iterator of generate_tokens lags behind the thread that computes the steps. This function doesn't.
+        generator.generate_batch(
             [texts], max_length=steps + 1, sampling_topk=1, end_token=[], include_prompt_in_result=False, callback=note
         )
         first, *rest = np.diff(ticks).tolist()
         return first, rest
+
+    return run

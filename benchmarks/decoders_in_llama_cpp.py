@@ -33,6 +33,9 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 
+# Runs a prompt and a number of steps.
+Run = Callable[[np.ndarray, int], tuple[float, list[float]]]
+
 
 def write_gguf(source: Path, out: Path) -> None:
     """Writes the Llama of the transformers folder ``source`` as a GGUF file in float32, without a vocabulary."""
@@ -55,7 +58,8 @@ def write_gguf(source: Path, out: Path) -> None:
     writer.add_tokenizer_model("no_vocab")
     tensors = load_file(source / "model.safetensors")
     for name, top in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("lm_head", "output")):
-        writer.add_tensor(f"{top}.weight", tensors[f"{name}.weight"])
+        if f"{name}.weight" in tensors:  # the head may be the table of tokens
+            writer.add_tensor(f"{top}.weight", tensors[f"{name}.weight"])
     for layer in range(config["num_hidden_layers"]):
         for name, short in _LAYER.items():
             values = tensors[f"model.layers.{layer}.{name}.weight"]
@@ -92,9 +96,8 @@ def make(source: Path, out: Path, form: str) -> None:
     whole.unlink()
 
 
-def functions(file: Path, threads: int, context: int) -> tuple[Callable[[np.ndarray], None], Callable[[], float]]:
-    """Returns a function that runs a prompt, and a function that runs one more token and returns its seconds.
-    ``context`` is the number of tokens that the cache holds."""
+def _opened(file: Path, threads: int, context: int) -> tuple[Any, int]:
+    """Returns an open model with a cache for ``context`` tokens, and the number of its logits."""
     import llama_cpp
 
     llama_cpp.llama_backend_init()
@@ -103,23 +106,52 @@ def functions(file: Path, threads: int, context: int) -> tuple[Callable[[np.ndar
     asked.n_ctx, asked.n_batch, asked.n_ubatch = context, context, 512
     asked.n_threads = asked.n_threads_batch = threads
     running = llama_cpp.llama_init_from_model(model, asked)
-    words = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    state: dict[str, Any] = {}
+    return running, llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
-    def step(ids: list[int]) -> None:
+
+def all_logits(file: Path, threads: int, length: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function that computes the logits [length, vocabulary] of the token ids of a text."""
+    import llama_cpp
+
+    running, words = _opened(file, threads, length)
+
+    def logits(ids: np.ndarray) -> np.ndarray:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(running), True)
+        batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for at, number in enumerate(ids):
+            batch.token[at], batch.pos[at], batch.logits[at] = int(number), at, True
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, 0
+        failed = llama_cpp.llama_decode(running, batch)
+        llama_cpp.llama_batch_free(batch)
+        if failed:
+            raise SystemExit(f"llama.cpp can't run {len(ids)} tokens")
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits(running), (len(ids), words)).copy()
+
+    return logits
+
+
+def opened(folder: Path, threads: int, context: int) -> Run:
+    """Returns a function that runs a prompt [1, tokens] and a number of steps, and returns the seconds of the prompt
+    and of each step. ``context`` is the number of tokens that the cache holds."""
+    import llama_cpp
+
+    running, words = _opened(folder / "model.gguf", threads, context)
+
+    def step(ids: list[int]) -> int:
         tokens = (llama_cpp.llama_token * len(ids))(*ids)
         if llama_cpp.llama_decode(running, llama_cpp.llama_batch_get_one(tokens, len(ids))):
             raise SystemExit(f"llama.cpp can't run {len(ids)} tokens")
-        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(running, -1), (words,))
-        state["next"] = int(logits.argmax())
+        return int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(running, -1), (words,)).argmax())
 
-    def prefill(ids: np.ndarray) -> None:
+    def run(ids: np.ndarray, steps: int) -> tuple[float, list[float]]:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(running), True)
-        step([int(number) for number in ids[0]])
+        ticks = [time.perf_counter()]
+        following = [int(number) for number in ids[0]]
+        for _ in range(steps + 1):
+            following = [step(following)]
+            ticks.append(time.perf_counter())
+        first, *rest = np.diff(ticks).tolist()
+        return first, rest
 
-    def decode() -> float:
-        started = time.perf_counter()
-        step([state["next"]])
-        return time.perf_counter() - started
-
-    return prefill, decode
+    return run

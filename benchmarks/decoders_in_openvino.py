@@ -6,6 +6,7 @@ output channel, or int4 with one scale for 128 weights, where the head and the t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,9 @@ CACHE_BYTES = 1
 # The weights that share a scale in int4.
 _GROUP = 128
 _FILE = "openvino_model.xml"
+
+# Runs a prompt and a number of steps.
+Run = Callable[[np.ndarray, int], tuple[float, list[float]]]
 
 
 def make(source: Path, out: Path, form: str) -> None:
@@ -42,28 +46,21 @@ def make(source: Path, out: Path, form: str) -> None:
         (out / name).write_bytes((whole.parent / name).read_bytes())
 
 
-class Run:
-    """Runs a prompt and greedy steps after it.
+def opened(folder: Path, threads: int, context: int) -> Run:
+    """Returns a function that runs a prompt [1, tokens] and a number of steps, and returns the seconds of the prompt
+    and of each step. fp32 computes in float32, the other forms in the precision that OpenVINO chooses."""
+    del context  # the cache grows
+    import openvino as ov
+    import openvino_genai
 
-    Args:
-        folder: the folder with the IR.
-        threads: the number of threads.
-        form: the form. fp32 computes in float32. The other forms compute in the precision that OpenVINO chooses.
-    """
+    exact = {"INFERENCE_PRECISION_HINT": "f32"} if FORMS[folder.name] is None else {}
+    pipeline = openvino_genai.LLMPipeline(str(folder), "CPU", INFERENCE_NUM_THREADS=threads, **exact)
 
-    def __init__(self, folder: Path, threads: int, form: str) -> None:
-        import openvino_genai
-
-        exact = {"INFERENCE_PRECISION_HINT": "f32"} if FORMS[form] is None else {}
-        self._pipeline = openvino_genai.LLMPipeline(str(folder), "CPU", INFERENCE_NUM_THREADS=threads, **exact)
-
-    def __call__(self, ids: np.ndarray, steps: int) -> tuple[float, list[float]]:
-        """Returns the seconds of the prompt ``ids`` [1, tokens], and of each of ``steps`` steps."""
-        import openvino as ov
-        import openvino_genai
-
+    def run(ids: np.ndarray, steps: int) -> tuple[float, list[float]]:
         asked = openvino_genai.GenerationConfig()
         asked.max_new_tokens, asked.ignore_eos = steps + 1, True
         # A streamer runs in a thread of its own, so the pipeline's own times are taken. They are in microseconds.
-        found = self._pipeline.generate(ov.Tensor(ids.astype(np.int64)), asked).perf_metrics.raw_metrics
+        found = pipeline.generate(ov.Tensor(ids.astype(np.int64)), asked).perf_metrics.raw_metrics
         return found.m_times_to_first_token[0] / 1e6, [taken / 1e6 for taken in found.m_durations]
+
+    return run

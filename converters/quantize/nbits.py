@@ -8,7 +8,6 @@ ggml-quants.c).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+
+from accel.machine import available_cores
 
 # The accuracy level of MatMulNBits is the dtype to which the operator may round blocks of activations. Level 4 means
 # int8, for which CPUs have instructions.
@@ -72,7 +73,7 @@ def rounded_blocks(weights: np.ndarray, bits: int, size: int) -> tuple[np.ndarra
             highest = 2 ** (bits - 1) - 1
             steps[rows, part] = np.clip(np.rint(block / scales[number, part]), -highest - 1, highest)
 
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         list(pool.map(round_columns, range(0, outputs, columns)))
     return steps, scales
 
