@@ -14,6 +14,7 @@ from typing import Any
 from accel.cache import StageCache
 from accel.errors import AccelError
 from accel.machine import available_memory
+from accel.timing.report import disturbed
 from accel.timing.statistics import MIN_FLOOR, MIN_ROUNDS, TOO_NOISY_FLOOR, Ratio, judge, speedup
 
 from .attempt import judged
@@ -83,8 +84,11 @@ class Search:
         """Tries other session options for the candidate ``best``. For the second best candidate, tries only the most
         promising options.
 
-        Returns the new best candidate, and a row for each combination of candidate and options.
+        Returns the new best candidate, and a row for each combination of candidate and options. Tries nothing beside
+        other work, which takes cores, so that fewer threads would seem faster than they are on the machine alone.
         """
+        if disturbed(self.environment.get("statistic"), self.environment.get("lost")):
+            return best, []
         others = [r for r in rows if r is not best and r.passed and r.measured is not None]
         faster = [r for r in others if r.is_faster and not r.missed_final]
         faster.sort(key=_speedup, reverse=True)

@@ -317,6 +317,21 @@ def test_beside_other_work_options_are_compared_by_what_decided() -> None:
     assert not faster_than(other, one, 0.02)
 
 
+@pytest.mark.parametrize(("statistic", "tried"), [("median", True), ("fast runs", False), ("cpu time", False)])
+def test_beside_other_work_no_options_are_tried(
+    statistic: str, tried: bool, searching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a session with fewer threads is chosen because other work takes the cores."""
+    timed = Timed({"source": 10.0, "a": 5.0, "a, 1 thread": 1.0})
+    search = searching(timed)
+    monkeypatch.setattr(module, "measured", lambda *given: timed(*given) | {"statistic": statistic, "lost": 0.5})
+    rows = [row("a")]
+    best = search.best(rows)
+    chosen, made = search.vary_sessions(best, rows, Judging(), 0.01, vary_threads=True)
+    assert bool(made) is tried
+    assert (chosen is best) is not tried
+
+
 BUDGET, MARGIN = 10.0, 8.0  # optimize.md names the work that may run after the budget's end
 
 
