@@ -325,12 +325,14 @@ def optimized(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
     found = {f"{family}/{name}": row for (family, name, _), row in sorted(rows.items()) if row.get("optimize")}
     if all(row["optimize"] in NO_RESULT for row in found.values()):
         return []
+    busy = sum(bool(row.get("busy")) for row in found.values())
     lines = [
         "## accel optimize",
         "",
         f"A part of the exported files was also optimized, without data and within {OPTIMIZE_SECONDS:g} s. The outputs",
         "of the result are compared with the model's outputs on further inputs. A result counts as faster if it is at",
         "least 2% faster than the file in ONNX Runtime. The speedup is the geometric mean of all results.",
+        *([f"{busy} of the files were optimized beside other work, which hides small speedups."] if busy else []),
         "",
         "| family | files | no result | wrong | faster | speedup | seconds (median) |",
         "|---|---|---|---|---|---|---|",
