@@ -152,7 +152,7 @@ SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
     ((*METRIC, "{d}/code.py:stops"), 1, "interrupted"),
     ((*METRIC, "{d}/syntax.py:metric"), 2, "SyntaxError"),
     ((*METRIC, "{d}/leaves.py:metric"), 2, "SystemExit"),
-    ((*METRIC, "no_such_module:metric"), 2, "importable module"),
+    ((*METRIC, "no_such_module:metric"), 2, "is no importable metric; give file.py:METRIC"),
     (("inspect", "{d}/pipe.onnx"), 2, "check the path"),
     (("inspect", "{d}/loop.onnx"), 2, "check the path"),
     (("inspect", "{d}/zero.onnx"), 2, "check the path"),
