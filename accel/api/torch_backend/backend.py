@@ -50,6 +50,7 @@ def accel_backend(
 
     - Gradients are on.
     - An input isn't on the CPU.
+    - The graph reads a Python number that has changed since an earlier call.
     - The graph writes to an input, a weight or a buffer, or returns a view of one.
     - Changes of the weights can't be found (see ``unwatched``).
     - The graph can't be exported with equal outputs.
@@ -70,6 +71,9 @@ def accel_backend(
     if any("_transformer_encoder_layer_fwd" in str(node.target) for node in graph.graph.nodes):
         fix = "call torch.backends.mha.set_fastpath_enabled(False) before the model's first call"
         return _eager(graph, f"PyTorch has fused its encoder layer into one operator, which has no ONNX form; {fix}")
+    if any(node.op == "call_method" and node.target == "item" for node in graph.graph.nodes):
+        # TorchDynamo passes a Python number that has changed between two calls as a tensor, and reads it in the graph.
+        return _eager(graph, "it reads a Python number that changes between calls; keep the number in a tensor")
     return _Part(graph, dict(options or {}))
 
 

@@ -408,6 +408,21 @@ def test_options_go_to_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == {"max_drop": 0.02}
 
 
+def test_a_number_that_changes(ran: list[BaseSession], capfd: pytest.CaptureFixture[str]) -> None:
+    """Fails if a changed attribute of a module keeps its old value, or if PyTorch prints the graph instead of a reason
+    in one line."""
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.ELU(alpha=0.5)).eval(), torch.randn(2, 4)
+    compiled = torch.compile(model, backend=accel_backend)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        model[1].alpha = 3.0
+        with pytest.warns(UserWarning, match="a Python number that changes between calls; keep the number in a tensor"):
+            found = compiled(x)
+        torch.testing.assert_close(found, model(x))
+    assert len(ran) == 1
+    assert "def forward" not in capfd.readouterr().err
+
+
 def test_an_unknown_option() -> None:
     """Fails if an unknown option of torch.compile is only a warning, or if the error suggests no option."""
     compiled = torch.compile(net(), backend=accel_backend, options={"max_dorp": 0.02})
