@@ -26,6 +26,8 @@ from accel.timing.blocks import Candidate
 from accel.timing.paired import measure, resolved
 from accel.timing.report import BenchReport, Sweep
 
+from .samples import Data, path_of, takes_samples
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -42,13 +44,14 @@ _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
 @shows_progress
 @known_keywords
+@takes_samples
 def bench(
     candidates: Model | Sequence[Model],
     *,
     against: Model | None = None,
     also: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
-    data: str | Path | None = None,
+    data: Data | None = None,
     rounds: int = 9,
     block_seconds: float = 0.2,
     budget_seconds: float = 30.0,
@@ -65,7 +68,8 @@ def bench(
     ``candidates`` is one model or several. A candidate is an artifact, an artifact's folder, an ONNX file or a source.
     An artifact runs on the runtime it was optimized for. PyTorch sources are timed in eager mode and on the runtimes in
     ``also``, such as ``torch-compile``. ``sizes`` gives sizes of the dynamic dims (default: the usual sizes of
-    ``against``). ``data`` is an .npz file whose first batches are the inputs. By default the inputs are random.
+    ``against``). ``data`` has the inputs, as for ``accel.optimize``; its first batches are taken. By default the inputs
+    are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
     candidate uses the threads and streams that its manifest records. If the manifest doesn't record them, the candidate
@@ -89,7 +93,7 @@ def bench(
     candidates = _several(candidates)
     ready = _candidates(candidates, against, also, cuda_graph, about)
     ready[1:1] = _with_fewer_threads(ready, threads, streams, one_thread)
-    samples = Path(data) if data else None
+    samples = path_of(data)
     declared = declared_dims(candidates[0] if against is None else against, about)
     _check_known(ready, declared)
     first = widened(_with_ranges(ready, declared, about.get("inputs")), samples, declared)
@@ -117,6 +121,7 @@ def bench(
 
 @shows_progress
 @known_keywords
+@takes_samples
 def sweep(
     candidates: Model | Sequence[Model],
     *,
@@ -125,7 +130,7 @@ def sweep(
     against: Model | None = None,
     also: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
-    data: str | Path | None = None,
+    data: Data | None = None,
     cuda_graph: bool = False,
     seed: int = 0,
     rounds: int = 9,
@@ -146,7 +151,7 @@ def sweep(
     """
     candidates = _several(candidates)
     ready = _candidates(candidates, against, also, cuda_graph, about)
-    samples = Path(data) if data else None
+    samples = path_of(data)
     declared = declared_dims(candidates[0] if against is None else against, about)
     _check_known(ready, declared)
     first = widened(_with_ranges(ready, declared, about.get("inputs")), samples, declared)

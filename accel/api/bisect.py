@@ -15,6 +15,7 @@ from accel.spelling import option
 from accel.tables.limits import BISECT_LIMITS, VERIFY_LIMITS
 
 from .export import TO_ONNX, to_onnx_unjudged
+from .samples import Data, path_of, takes_samples
 from .verify import effective_precision
 
 if TYPE_CHECKING:
@@ -71,11 +72,12 @@ class BisectReport:
 
 @shows_progress
 @known_keywords
+@takes_samples
 def bisect(
     reference: Model,
     candidate: Model,
     *,
-    data: str | Path | None = None,
+    data: Data | None = None,
     samples: int = 8,
     limit: float | None = None,
     scan: bool = False,
@@ -108,7 +110,7 @@ def bisect(
     given = two.open()
     first = _onnx_of(with_declared(one, about).open(), notes)
     second = _onnx_of(given, notes)
-    first = widened(first, Path(data) if data else None, declared_dims(reference, about))
+    first = widened(first, path_of(data), declared_dims(reference, about))
     for role, ours, theirs in (
         ("inputs", first.signature.inputs, second.signature.inputs),
         ("outputs", first.signature.outputs, second.signature.outputs),
@@ -131,8 +133,8 @@ def bisect(
         raise UsageError(f"{limit} is not a valid limit; give a relative error such as 0.001")
     if samples < 1:
         raise UsageError(f"{samples} samples are too few; give at least 1")
-    feeds = _feeds(first, Path(data) if data else None, samples)
-    notes += filter(None, [rounding_note(Path(data) if data else None, first.signature)])
+    feeds = _feeds(first, path_of(data), samples)
+    notes += filter(None, [rounding_note(path_of(data), first.signature)])
     search = Bisection(read_detached(first.path), read_detached(second.path), feeds, limit=limit).search(scan=scan)
     return BisectReport(
         divergence=search.found,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias, Unpack
+from typing import Any, Unpack
 
 from accel.cache import StageCache
 from accel.optimizer.budget import Budget
@@ -19,7 +19,6 @@ from accel.optimizer.request import OptimizeRequest
 from accel.optimizer.run import run
 from accel.optimizer.stage_options import CastOptions, QuantizeOptions, options_given
 from accel.progress import shows_progress
-from accel.proof.batches import write_batches
 from accel.proof.data import widened
 from accel.sources.main_file import REPORT
 from accel.sources.source import Model, Source, SourceOptions, known_keywords
@@ -28,10 +27,7 @@ from .as_onnx import Exported, as_onnx
 from .decoder.export import is_decoder
 from .export import check_writable, open_cache
 from .optimized import Optimized
-
-# Samples are given as the path of an .npz file, the path of a folder of .npz files, a batch, or an iterable of batches
-# such as a DataLoader. A batch is an array, a dict of arrays, or a tuple of arrays in the order of the inputs.
-Data: TypeAlias = "str | PathLike[str] | Mapping[str, Any] | Iterable[Any]"
+from .samples import Data, as_files, labels_as_file
 
 __all__ = ["CastOptions", "Optimized", "QuantizeOptions", "optimize"]
 
@@ -47,7 +43,7 @@ def optimize(
     data: Data | None = None,
     eval_data: Data | None = None,
     metric: str | Metric | None = None,
-    labels: str | Path | None = None,
+    labels: str | PathLike[str] | Sequence[float] | Any = None,
     label_metric: str | None = None,
     max_drop: float = 0.01,
     profiles: Sequence[str] = (),
@@ -105,7 +101,7 @@ def optimize(
       inputs.
     - ``metric``: a function ``f(outputs, data) -> float``, or the function's name as ``module:function``. Higher is
       better. The metric is computed on ``eval_data`` (default: ``data``).
-    - ``labels``: an .npz file with the label of each sample, instead of a metric.
+    - ``labels``: the label of each sample, as an .npz file, an array, a tensor or a list, instead of a metric.
     - ``label_metric``: the metric that compares outputs with labels (see ``read_labels``).
     - ``max_drop``: the largest allowed relative loss of the metric. Without a metric, ``max_drop`` is the largest
       allowed distance between a candidate's outputs and the source's outputs (``accel.proof.concordance.discordance``).
@@ -161,10 +157,10 @@ def optimize(
             out=Path(out) if out is not None else StageCache().result_folder(),
             target=target if isinstance(target, str) else tuple(target),
             precision=(precision,) if isinstance(precision, str) else tuple(precision or ()),
-            data=_as_files(data, named, samples / "data"),
-            eval_data=_as_files(eval_data, named, samples / "eval_data"),
+            data=as_files(data, named, samples / "data"),
+            eval_data=as_files(eval_data, named, samples / "eval_data"),
             metric=metric,
-            labels=_path(labels),
+            labels=labels_as_file(labels, samples / "labels"),
             label_metric=label_metric,
             max_drop=max_drop,
             text=_path(text),
@@ -214,13 +210,6 @@ def _makes_decoder(source: Source) -> bool:
     if source.decoder is not None or source.native:
         return bool(source.decoder)
     return not source.path.is_dir() and "decoder" in source.open().source
-
-
-def _as_files(data: Data | None, source: Source, folder: Path) -> Path | None:
-    """Returns the path of the samples. If the samples are in memory, first writes them to ``folder``."""
-    if data is None or isinstance(data, str | PathLike):
-        return Path(data) if data else None
-    return write_batches(data, [spec.name for spec in source.open().signature.inputs], folder)
 
 
 def _path(given: str | Path | None) -> Path | None:

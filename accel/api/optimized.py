@@ -16,6 +16,7 @@ from accel.decoders.folder import check_folder, write_folder
 from accel.optimizer.publish import check_no_decoder, check_out
 from accel.optimizer.report.page import PAGE
 from accel.optimizer.result import Optimization
+from accel.proof.gates import gate_runtime
 from accel.runtimes.base import BaseSession, open_session
 from accel.sources.main_file import REPORT
 from accel.timing.columns import as_text
@@ -71,7 +72,7 @@ class Optimized(Optimization):
     def comparison(self) -> BenchReport | None:
         """At the first use, times the published model against the source, which runs in its own framework. Returns None
         if the user gave an ONNX model, or if this machine can't run the published model."""
-        if self.source is None or not self.environment:
+        if self.source is None or (not self.environment and gate_runtime(self.artifact) is None):
             return None
         sizes = self.environment.get("sizes") or {}
         return bench(

@@ -29,6 +29,7 @@ from accel.tables.precision import PRECISIONS
 from accel.timing.columns import as_text
 
 from .decoder.pair import checked_pair
+from .samples import Data, path_of, takes_samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,23 +106,24 @@ class Verification:
 
 @shows_progress
 @known_keywords
+@takes_samples
 def verify(
     reference: Model,
     candidate: Model,
     *,
-    data: str | Path | None = None,
+    data: Data | None = None,
     limit: float | None = None,
     samples: int = 64,
     **about: Unpack[SourceOptions],
 ) -> Verification:
     """Runs both models on the same inputs and compares every output by name.
 
-    The models run on ``samples`` samples of ``data``, which is an .npz file or a folder of .npz files. Without data,
-    the models run on random inputs. Random inputs have a batch size of 1, 2 or the largest batch. Every other dim has
-    the smallest or the largest size in its range. ``limit`` is the largest allowed ||candidate - reference||₂ /
-    ||reference||₂, both for a whole output and for the median over its samples. The default limit depends on the
-    candidate's precision. If a quantized candidate differs too much on random inputs, the last entry of ``problems``
-    advises the user to pass ``data``.
+    The models run on ``samples`` samples of ``data``, which is an .npz file, a folder of .npz files, a batch, or an
+    iterable of batches (see ``accel.optimize``). Without data, the models run on random inputs. Random inputs have a
+    batch size of 1, 2 or the largest batch. Every other dim has the smallest or the largest size in its range.
+    ``limit`` is the largest allowed ||candidate - reference||₂ / ||reference||₂, both for a whole output and for the
+    median over its samples. The default limit depends on the candidate's precision. If a quantized candidate differs
+    too much on random inputs, the last entry of ``problems`` advises the user to pass ``data``.
 
     If a model is a source, the other arguments set the fields of its ``accel.Source``. An option for one TensorFlow
     file format applies only to models of that format. ``inputs`` and ``dims`` also apply to the reference if the
@@ -141,8 +143,9 @@ def verify(
 
     if data is None and (pair := _checked_pair(reference, candidate, about, limit)) is not None:
         return pair
+    samples_path = path_of(data)
     first, second = _open(reference, candidate, about)
-    first = widened(first, Path(data) if data else None, declared_dims(reference, about))
+    first = widened(first, samples_path, declared_dims(reference, about))
     for artifact in (first, second):
         if gate_runtime(artifact) is None:
             raise UnsupportedHere(
@@ -173,14 +176,14 @@ def verify(
         open_session(first, gate_runtime(first), PATIENT) as one,
         open_session(second, gate_runtime(second), PATIENT) as two,
     ):
-        for case, feeds in () if other_form else _feeds(first, second, Path(data) if data else None, samples):
+        for case, feeds in () if other_form else _feeds(first, second, samples_path, samples):
             report("verify")
             try:
                 wanted, got = one.run(cast_feeds(one, feeds)), two.run(cast_feeds(two, feeds))
             except (RunFailed, BadSource) as error:
-                if data is None:
+                if samples_path is None:
                     raise
-                raise failed_on_data(error, Path(data), feeds, first.signature, second.signature) from error
+                raise failed_on_data(error, samples_path, feeds, first.signature, second.signature) from error
             found.append(compare(wanted, got))
             cases.append(case)
             for name in (d.output for d in found[-1] if not d.problem and _by_sample(first, feeds, wanted[d.output])):
@@ -189,8 +192,8 @@ def verify(
         None
         if other_form
         else integers_note(_common(first, second))
-        if data is None
-        else rounding_note(Path(data), first.signature)
+        if samples_path is None
+        else rounding_note(samples_path, first.signature)
     )
     if data is None and is_decoder(second.signature):
         for result in DecoderGate(limit=limit, context=_context(first, second)).check(first, second):

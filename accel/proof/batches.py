@@ -13,7 +13,7 @@ from accel.progress import report
 from accel.sources.structure import describe, is_array
 from accel.spelling import option
 
-from .data import IN_MEMORY
+from .data import IN_MEMORY, LABELS_IN_MEMORY
 
 # The number of samples after which no more batches are written. A data loader may be endless, and calibration and
 # comparison need only a few hundred samples.
@@ -42,6 +42,15 @@ def write_batches(data: Any, names: Sequence[str], folder: Path) -> Path:
     if not count:
         raise BadData(f"the data holds no samples; give at least one batch with {option('data')}")
     return folder
+
+
+def write_labels(labels: Any, folder: Path) -> Path:
+    """Writes labels, which are an array, a tensor or a sequence of numbers, to an ``.npz`` file in ``folder``. Returns
+    the path of the file. Raises ``BadData`` if ``labels`` holds no numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LABELS_IN_MEMORY
+    np.savez(path, labels=_array(labels, LABELS))
+    return path
 
 
 def _batches(data: Any, inputs: int) -> Iterable[Any]:

@@ -3,6 +3,7 @@ samples."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,10 @@ def discordance(
     """
     import numpy as np
 
-    pairs = list(zip(reference, candidate, strict=True))
+    pairs = [pair for pair in zip(reference, candidate, strict=True) if pair[0].size]
+    if not pairs:  # such as the boxes of images without objects
+        return 0.0
+    reference, candidate = zip(*pairs, strict=True)
     one_number = all(value.ndim and value.size == len(value) for value in reference)
     if reference[0].dtype.kind in "OUS" or (one_number and not holds_floats(reference[0])):
         return float(np.concatenate([(a != b).ravel() for a, b in pairs]).mean())
@@ -72,7 +76,7 @@ def _rows(value: np.ndarray) -> np.ndarray:
     import numpy as np
 
     wide = value.astype(np.float64)
-    return np.where(np.isfinite(wide), wide, 0.0).reshape(len(value) if value.ndim else 1, -1)
+    return np.where(np.isfinite(wide), wide, 0.0).reshape(len(value) if value.ndim else 1, math.prod(value.shape[1:]))
 
 
 def _discordances(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> np.ndarray:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # The name of the file that accel writes for a batch in memory.
 IN_MEMORY = "{:06d}.in-memory.npz"
+# The name of the file that accel writes for labels in memory.
+LABELS_IN_MEMORY = "labels.in-memory.npz"
 _IN_MEMORY = re.compile(r"(\d{6,})\.in-memory\.npz")
 
 

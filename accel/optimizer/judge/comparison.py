@@ -16,7 +16,7 @@ from accel.errors import BadData, BadSource, RunFailed, UsageError
 from accel.progress import report
 from accel.proof.compare import compare
 from accel.proof.concordance import discordance
-from accel.proof.data import Dataset
+from accel.proof.data import Dataset, place
 from accel.proof.gates import PATIENT, cast_feeds, gate_runtime
 from accel.proof.runs import check_samples, nan_samples, nan_words
 from accel.proof.stream import SampleStream
@@ -209,7 +209,8 @@ class Judge:
             told = raised(f"the metric {self.metric_name}", error)
             name = error.args[0] if isinstance(error, KeyError) and error.args else None
             if isinstance(name, str) and name not in {*arrays, *joined}:
-                has = f"the data has {', '.join(arrays) or 'no arrays'}; the outputs are {', '.join(joined)}"
+                where = place(self.data) if self.data is not None else "the data"
+                has = f"{where} has {', '.join(arrays) or 'no arrays'}; the outputs are {', '.join(joined)}"
                 told = BadSource(f"{told} ({has}), or pass {option('eval_data')} with the array {name!r}")
             raise told from error
         try:

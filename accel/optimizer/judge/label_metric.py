@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from accel.artifact import file_sha256
 from accel.errors import BadData, UnknownName, UsageError
-from accel.proof.data import open_npz
+from accel.proof.data import LABELS_IN_MEMORY, open_npz
 from accel.signature import shapes_of
 from accel.spelling import option
 
@@ -49,7 +49,7 @@ class LabelMetric:
         value, labels = self._output(outputs)
         if len(value) != len(labels):
             raise UsageError(
-                f"{self.where} has {len(labels)} labels for {len(value)} samples of the data; "
+                f"{self.where}: {len(labels)} labels for {len(value)} samples of the data; "
                 "give one label per sample, in the order of the samples"
             )
         if self.kind == "spearman":
@@ -188,7 +188,7 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
                 f"the file {path} has the arrays {', '.join(names) or 'none'}; rename the array of labels to 'label'"
             )
         labels = archive[chosen[0]]
-    where = f"{path}: {chosen[0]!r}"
+    where = "the labels" if path.name == LABELS_IN_MEMORY else f"{path}: {chosen[0]!r}"
     if kind != "iou" and labels.ndim == 2 and labels.shape[1] == 1:  # [samples, 1], as in Keras' datasets
         labels = labels[:, 0]
     kind = kind or ("iou" if labels.ndim > 1 else "spearman" if labels.dtype.kind == "f" else "top1")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.errors import BadData, BadFeeds, BadSource
+from accel.errors import BadData, BadFeeds, BadSource, UsageError
 from accel.spelling import on_command_line
 
 
@@ -67,6 +67,65 @@ def test_the_result_is_called_like_the_module(fast: Any, model: Classifier) -> N
     assert isinstance(fast(image.numpy())["logits"], np.ndarray)
     assert isinstance(fast(image=image)["logits"], torch.Tensor)
     np.testing.assert_allclose(fast.run({"image": image.numpy()})["logits"], found["logits"], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "dict", "batches"])
+def test_every_function_takes_data_in_memory(kind: str, model: Classifier, own_cache: Any) -> None:
+    """Fails if a function takes only the path of a file where ``accel.optimize`` takes data in memory."""
+    images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    forms: dict[str, Any] = {
+        "tensor": images,
+        "array": images.numpy(),
+        "dict": {"image": images},
+        "batches": [(images,)],
+    }
+    words: dict[str, Any] = {"example": (images[:2],), "data": forms[kind]}
+    made = accel.export(model, example=(images[:2],))
+    checked = accel.verify(model, made, **words)
+    assert checked.passed
+    assert checked.cases == ("data batch 0",)
+    assert accel.bisect(made, made, data=forms[kind]).divergence is None
+    timed = accel.bench([model, made], rounds=5, block_seconds=0.01, budget_seconds=0, **words)
+    assert all(row.error is None for row in timed.rows)
+
+
+class Boxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(x)
+        return found[:, :4][found[:, 4] > 0.9]
+
+
+def test_a_model_that_keeps_no_row_of_a_sample(own_cache: Any) -> None:
+    """Fails if a detector can't be optimized because a sample of its data has no object, or if no speedup is measured
+    after a budget that was too short to measure a candidate."""
+    model, x = Boxes().eval(), torch.zeros(40, 8)
+    words: dict[str, Any] = {"target": "ort-cpu", "precision": "fp32", "budget_seconds": 1, "vary_session": False}
+    fast = accel.optimize(model, example=(x,), dynamic={}, data=[(x,)], **words)
+    several = 2 * torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(several), model(several), rtol=1e-4, atol=1e-5)
+    assert fast.speedup is not None
+    assert fast.speedup > 0
+
+
+def test_labels_in_memory(model: Classifier, own_cache: Any) -> None:
+    """Fails if labels have to be in a file."""
+    images = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    simple = nn.Sequential(model.body)
+    with torch.no_grad():
+        labels = simple(images).argmax(-1)
+    words: dict[str, Any] = {"example": (images[:2],), "data": images, "target": "ort-cpu", "vary_session": False}
+    for given in (labels, labels.numpy(), labels.tolist()):
+        found = accel.optimize(simple, labels=given, max_drop=0.1, precision="int8", budget_seconds=20, **words)
+        assert found.candidates[0].judgement is not None
+        assert found.candidates[0].judgement.metric == pytest.approx(1.0)
+    with pytest.raises(UsageError, match=r"^the labels: 7 labels for 40 samples"):
+        accel.optimize(simple, labels=labels[:7], max_drop=0.1, **words)
 
 
 def test_labels_of_a_loader_reach_the_metric(fast: Any) -> None:

@@ -43,6 +43,17 @@ def test_batches_of_other_lengths() -> None:
     assert discordance([short, long], [short, -long]) == pytest.approx(2 / 4)
 
 
+@pytest.mark.parametrize("columns", [1, 4])
+def test_batches_without_samples(columns: int) -> None:
+    """Fails if an output without rows, such as the boxes of an image without objects, is an error, or if it hides a
+    difference in another batch."""
+    none, some = np.zeros((0, columns), np.float32), np.arange(1, 1 + 3 * columns, dtype=np.float32).reshape(3, columns)
+    assert discordance([none], [none]) == 0.0
+    assert discordance([none, some], [none, some]) == pytest.approx(0.0, abs=1e-9)
+    assert discordance([none, some], [none, -some]) > 1
+    assert sample_errors(none, none).size == 0
+
+
 def test_one_number_a_sample() -> None:
     """Fails if scalar outputs count as correct although they are three times too large. Also fails if a few correct
     large samples hide the errors of many small samples, or if a constant output counts as correct although the

@@ -133,7 +133,7 @@ def test_a_metric_without_its_array(tmp_path: Path) -> None:
 
     with pytest.raises(BadSource, match=r"raised KeyError: .* correct that line") as caught:
         Judge(source, data, labels).check(StageCache(tmp_path / "cache"))
-    assert str(caught.value).endswith("(the data has x; the outputs are y), or pass eval_data= with the array 'label'")
+    assert str(caught.value).endswith(f"({data} has x; the outputs are y), or pass eval_data= with the array 'label'")
     for metric in (lengths, no_key):
         with pytest.raises(BadSource, match=r"correct that line$"):
             Judge(source, data, metric).check(StageCache(tmp_path / "cache"))

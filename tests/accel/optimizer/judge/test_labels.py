@@ -211,7 +211,7 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
     one_hot = save(tmp_path / "hot.npz", label=np.eye(10, dtype=np.int64)[np.arange(128) % 10])
     beyond = save(tmp_path / "beyond.npz", label=np.where(np.arange(128) == 7, 10, 0))
     for extra, message in (
-        (["--labels", short], "short.npz: 'label' has 3 labels for 128 samples"),
+        (["--labels", short], "short.npz: 'label': 3 labels for 128 samples"),
         (["--labels", one_hot], "outputs fit (the outputs are logits [128, 10]); they look one-hot: save y.argmax(1)"),
         (["--labels", beyond], "the label of sample 7 is 10, but the output 'logits' has the 10 classes"),
         (
