@@ -190,7 +190,8 @@ def test_labels_judge_a_real_net(
 ) -> None:
     """Checks that the judgement is the accuracy on the given labels. Also fails if accel reuses a cached judgement
     after the labels changed."""
-    test = np.load(digits_data[1])
+    with np.load(digits_data[1]) as archive:
+        test = dict(archive)
     inputs = save(tmp_path / "x.npz", image=test["image"])
     words = ["optimize", digits.path, "--target", "tensorrt-rtx", "--precision", "fp32", "--data", inputs, "--json"]
     found = []
