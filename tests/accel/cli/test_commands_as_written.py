@@ -66,7 +66,8 @@ def test_the_main_job(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     rows = run("accel bench out/ --against accel.examples.minilm:model --json")["results"]
     wanted = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff"}
-    assert len(rows) == 2
+    # If the chosen session has fewer threads than the baseline, the baseline is also timed with as few.
+    assert [row["runtime"] == "torch" for row in rows] in ([True, False], [True, True, False])
     assert all(wanted <= set(row) for row in rows)
     assert rows[-1]["max_abs_diff"] is not None
     verified = run("accel verify minilm.onnx out/ --data calib.npz --json")

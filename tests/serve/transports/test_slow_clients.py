@@ -23,13 +23,17 @@ INFER = f"/{proto.SERVICE}/ModelInfer"
 STREAM = f"/{proto.SERVICE}/ModelStreamInfer"
 
 
+# All clients of these tests have one address.
+NO_LIMIT = ("--max-connections-per-address", "0")
+
+
 @pytest.fixture
 def served(tmp_path: Path, serve: Any) -> Any:
     """Serves ``linear`` and ``same`` on sixteen threads. The output of ``same`` is as large as its input."""
     linear(tmp_path / "models" / "linear" / "1")
     identity(tmp_path / "models" / "same" / "1", FLOAT)
     (tmp_path / "models" / "same" / "config.pbtxt").write_text("max_batch_size: 0")
-    found = serve(str(tmp_path / "models"), "--grpc-threads", "16", "--drain", "1")
+    found = serve(str(tmp_path / "models"), "--grpc-threads", "16", "--drain", "1", *NO_LIMIT)
     found.ports = found.wait_for("serving")["ports"]
     return found
 
