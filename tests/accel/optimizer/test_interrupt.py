@@ -63,6 +63,13 @@ def test_while_candidates_are_made(tmp_path: Path) -> None:
     assert accel.inspect(tmp_path / "out", check=True).intact
 
 
+@pytest.fixture
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the search vary session options even if other tests take the cores."""
+    monkeypatch.setattr("accel.optimizer.search.disturbed", lambda *_: "")
+
+
+@pytest.mark.usefixtures("quiet_machine")
 def test_session_options_are_left_out(tmp_path: Path) -> None:
     """Fails if a search that was ended goes on with other session options."""
     with watched_by(pressing("int8 dynamic: judging")):
@@ -72,6 +79,7 @@ def test_session_options_are_left_out(tmp_path: Path) -> None:
     assert set(reasons) == {"Ctrl-C came before its session options were tried"}
 
 
+@pytest.mark.usefixtures("quiet_machine")
 def test_while_session_options_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if Ctrl-C during the last measurement loses the results of the first measurement."""
     import accel.optimizer.search as search
