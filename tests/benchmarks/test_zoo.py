@@ -183,7 +183,7 @@ def test_a_wrong_result_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, tmp_pa
     fast = SimpleNamespace(artifact=SimpleNamespace(signature=SimpleNamespace(dims={"batch": 1})))
     fast.chosen, fast.speedup, fast.candidates = "int8", 2.0, []
     monkeypatch.setattr("accel.optimize", lambda *_, **__: fast)
-    for net, wanted in ((made.module, "2.00"), (torch.nn.Linear(3, 2), "wrong")):
+    for net, wanted in ((made.module, "2.00"), (lambda *given: -made.module(*given), "wrong")):
         monkeypatch.setattr("accel.load", lambda _, net=net: nullcontext(net))
         assert trial._optimized(made, calls, 20.0, tmp_path)["optimize"] == wanted
 
