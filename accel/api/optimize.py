@@ -27,7 +27,7 @@ from .as_onnx import Exported, as_onnx
 from .decoder.export import is_decoder
 from .export import check_writable, open_cache
 from .optimized import Optimized
-from .samples import Data, as_files, labels_as_file
+from .samples import Data, as_files, labels_as_file, path_of
 
 __all__ = ["CastOptions", "Optimized", "QuantizeOptions", "optimize"]
 
@@ -163,7 +163,7 @@ def optimize(
             labels=labels_as_file(labels, samples / "labels"),
             label_metric=label_metric,
             max_drop=max_drop,
-            text=_path(text),
+            text=path_of(text),
             max_kl=max_kl,
             contexts=tuple(contexts),
             profiles=tuple(profiles),
@@ -210,10 +210,6 @@ def _makes_decoder(source: Source) -> bool:
     if source.decoder is not None or source.native:
         return bool(source.decoder)
     return not source.path.is_dir() and "decoder" in source.open().source
-
-
-def _path(given: str | Path | None) -> Path | None:
-    return Path(given) if given else None
 
 
 def _opened(request: OptimizeRequest, cache: StageCache, budget: Budget) -> Exported:

@@ -22,22 +22,24 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def as_files(data: Data | None, source: Source, folder: Path) -> Path | None:
     """Returns the path of the samples. If the samples are in memory, first writes them to ``folder``. ``source`` is the
     model whose inputs the samples are."""
-    if data is None or isinstance(data, str | PathLike):
-        return Path(data) if data else None
+    if _in_files(data):
+        return path_of(data)
     return write_batches(data, [spec.name for spec in source.open().signature.inputs], folder)
 
 
 def labels_as_file(labels: Any, folder: Path) -> Path | None:
     """Returns the path of the labels. If the labels are in memory, first writes them to ``folder``."""
-    if labels is None or isinstance(labels, str | PathLike):
-        return Path(labels) if labels else None
-    return write_labels(labels, folder)
+    return path_of(labels) if _in_files(labels) else write_labels(labels, folder)
 
 
-def path_of(data: Data | None) -> Path | None:
-    """Returns the path of samples that are in files."""
-    assert data is None or isinstance(data, str | PathLike)
-    return Path(data) if data else None
+def path_of(given: Data | None) -> Path | None:
+    """Returns the path of what is in files, or None if nothing is given."""
+    assert given is None or isinstance(given, str | PathLike)
+    return Path(given) if given else None
+
+
+def _in_files(given: Data | None) -> bool:
+    return given is None or isinstance(given, str | PathLike)
 
 
 def takes_samples(function: _Function) -> _Function:
@@ -46,7 +48,7 @@ def takes_samples(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def with_files(models: Any, *args: Any, data: Data | None = None, **kwargs: Any) -> Any:
-        if data is None or isinstance(data, str | PathLike):
+        if _in_files(data):
             return function(models, *args, data=data, **kwargs)
         first = models[0] if isinstance(models, Sequence) and not isinstance(models, str) else models
         about: Any = {name: value for name, value in kwargs.items() if name in SourceOptions.__annotations__}

@@ -339,7 +339,7 @@ def _distance(case: Case, calls: Calls, optimized: Path, any_size: bool) -> floa
             if [tuple(t.shape) for t in found] != [tuple(t.shape) for t in wanted]:
                 return float("inf")
             for one, other in zip(found, wanted, strict=True):
-                worst = max(worst, 0.0 if not other.numel() else discordance([_real(other)], [_real(one)]))
+                worst = max(worst, discordance([_real(other)], [_real(one)]))
     return worst
 
 

@@ -58,8 +58,8 @@ def _averaged_along(x: Any, axis: int, rank: int, wanted: Any) -> Any:
         return op.Constant(value_int=value)
 
     one, size = integer(1), op.Squeeze(op.Shape(x, start=axis, end=axis + 1))
-    places = op.Range(integer(0), integer(wanted) if isinstance(wanted, int) else op.Squeeze(wanted), one)
     count = integer(wanted) if isinstance(wanted, int) else op.Squeeze(wanted)
+    places = op.Range(integer(0), count, one)
     first = op.Div(op.Mul(places, size), count)
     end = op.Div(op.Add(op.Mul(op.Add(places, one), size), op.Sub(count, one)), count)
     first, end = op.Unsqueeze(first, op.Constant(value_ints=[0])), op.Unsqueeze(end, op.Constant(value_ints=[0]))

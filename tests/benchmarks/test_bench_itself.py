@@ -3,7 +3,6 @@ wrong verdicts without mistakes."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -18,18 +17,6 @@ import pytest
 from tests.support import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "bench_itself.py"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # child processes import the script from this folder
-    spec = importlib.util.spec_from_file_location("bench_itself", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_itself", module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def row(kind: str, load: int, verdict: str, peers: str = "slower") -> dict[str, Any]:

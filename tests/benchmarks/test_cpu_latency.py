@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 from typing import Any
-
-import pytest
 
 from tests.support import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "cpu_latency.py"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("cpu_latency", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "cpu_latency", module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def row(ours: float, theirs: float, chosen: str = "openvino int8", spread: float = 0.01) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,17 +13,6 @@ import pytest
 from tests.support import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "serve_goals.py"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serve_goals", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "serve_goals", module)  # dataclasses need their module in sys.modules
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_goals(script: ModuleType) -> None:

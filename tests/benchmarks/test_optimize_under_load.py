@@ -3,8 +3,6 @@ a quiet machine. Proves that the script counts right and wrong choices without m
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -15,18 +13,6 @@ import pytest
 from tests.support import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "optimize_under_load.py"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("optimize_under_load", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "optimize_under_load", module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def all_rows(script: ModuleType, chosen: str = "openvino int8") -> dict[str, Any]:

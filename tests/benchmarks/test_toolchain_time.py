@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -27,18 +26,6 @@ with open(sys.argv[1].partition("|")[0], "rb") as stream:
 print(sum(pages[at] for at in range(0, len(pages), 4096)), flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("toolchain_time", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "toolchain_time", module)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="Linux tells which pages are shared")
