@@ -84,11 +84,9 @@ class Search:
         """Tries other session options for the candidate ``best``. For the second best candidate, tries only the most
         promising options.
 
-        Returns the new best candidate, and a row for each combination of candidate and options. Tries nothing beside
-        other work, which takes cores, so that fewer threads would seem faster than they are on the machine alone.
+        Returns the new best candidate, and a row for each combination of candidate and options. Tries none beside other
+        work, which takes cores, so that fewer threads would seem faster than they are on the machine alone.
         """
-        if disturbed(self.environment.get("statistic"), self.environment.get("lost")):
-            return best, []
         others = [r for r in rows if r is not best and r.passed and r.measured is not None]
         faster = [r for r in others if r.is_faster and not r.missed_final]
         faster.sort(key=_speedup, reverse=True)
@@ -98,6 +96,10 @@ class Search:
             for base, most in zip(bases, (None, 1), strict=False)
             for variant in variants(base, self.workload.objective, cores=self.threads, vary_threads=vary_threads)[:most]
         ]
+        if disturbed(self.environment.get("statistic"), self.environment.get("lost")):
+            for row in made:
+                row.skip("other work slows this machine down, and session options aren't tried beside it")
+            return best, made
         if not made:
             return best, []
         tried = made[: self._fitting_beside(bases)]

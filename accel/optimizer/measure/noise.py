@@ -65,7 +65,7 @@ def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, enviro
             f"a quiet machine, with more {option('rounds')}, or with {option('use_cache', False)}"
         )
     if said := disturbed(environment.get("statistic"), environment.get("lost")):
-        notes.append(f"{said}; session options aren't tried beside other work")
+        notes.append(said)
     if environment.get("cached"):
         anew = f"{option('use_cache', False)} measures again"
         notes.append(f"figures from the cache, measured {environment.get('date')}, {floor}; {anew}")
