@@ -1,14 +1,15 @@
-"""Translates adaptive average pooling to ONNX, for images of any size.
+"""Translates adaptive pooling to ONNX, for images of any size.
 
-The output of size O of a dim of size L averages, at place i, the values from floor(i L / O) to ceil((i + 1) L / O). The
+The output of size O of a dim of size L pools, at place i, the values from floor(i L / O) to ceil((i + 1) L / O). The
 source is ``start_index`` and ``end_index`` in ATen's native/AdaptivePooling.h. An average over a rectangle is the
 average of the averages of its rows, so each dim is a product with a matrix of its own. torch's own decomposition builds
-the windows of the example into the graph.
+the windows of the example into the graph. The maxima are taken from a slice for each place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 from .missing_operators import operators
@@ -25,6 +26,9 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.adaptive_avg_pool3d.default: _averages,
         aten._adaptive_avg_pool2d.default: _averages,
         aten._adaptive_avg_pool3d.default: _averages,
+        aten.adaptive_max_pool1d.default: _maxima,
+        aten.adaptive_max_pool2d.default: _maxima,
+        aten.adaptive_max_pool3d.default: _maxima,
     }
 
 
@@ -74,6 +78,43 @@ def _averaged_along(x: Any, axis: int, rank: int, wanted: Any) -> Any:
     swapped = [*range(rank)]
     swapped[axis], swapped[-1] = swapped[-1], swapped[axis]
     return op.Transpose(op.MatMul(op.Transpose(x, perm=swapped), matrix), perm=swapped)
+
+
+def _maxima(x: Any, output_size: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the maxima of the windows of the last dims of ``x``, and the place of each in these dims flattened.
+
+    Raises NotImplementedError if a size isn't a number.
+    """
+    op = operators()
+    if not all(isinstance(size, int) for size in output_size):
+        raise NotImplementedError(f"adaptive max pooling to the sizes {output_size} of the graph")
+    axes = list(range(len(x.shape) - len(output_size), len(x.shape)))
+    sizes, leading = op.Shape(x, start=axes[0]), op.Shape(x, start=0, end=axes[0])
+    wanted, flat = op.Constant(value_ints=[*output_size]), op.Concat(leading, op.Constant(value_ints=[-1]), axis=0)
+    maxima, places = [], []
+    for window in product(*map(range, output_size)):
+        first = op.Div(op.Mul(op.Constant(value_ints=[*window]), sizes), wanted)
+        after = op.Mul(op.Constant(value_ints=[place + 1 for place in window]), sizes)
+        end = op.Div(op.Add(after, op.Constant(value_ints=[size - 1 for size in output_size])), wanted)
+        values = op.Reshape(op.Slice(x, first, end, op.Constant(value_ints=axes)), flat)
+        maxima.append(op.ReduceMax(values, op.Constant(value_ints=[-1]), keepdims=1))
+        place = op.ArgMax(values, axis=-1, keepdims=1)
+        places.append(_place_outside(place, first, op.Sub(end, first), sizes, len(axes)))
+    shape = op.Concat(leading, wanted, axis=0)
+    return op.Reshape(op.Concat(*maxima, axis=-1), shape), op.Reshape(op.Concat(*places, axis=-1), shape)
+
+
+def _place_outside(place: Any, first: Any, window: Any, sizes: Any, rank: int) -> Any:
+    """Returns the flat place in ``rank`` dims of ``sizes`` of the flat ``place`` in a window that begins at
+    ``first``."""
+    op = operators()
+    found, step = op.Constant(value_ints=[0]), op.Constant(value_ints=[1])
+    for axis in reversed(range(rank)):
+        at = op.Constant(value_ints=[axis])
+        length = op.Gather(window, at)
+        found = op.Add(found, op.Mul(op.Add(op.Mod(place, length), op.Gather(first, at)), step))
+        place, step = op.Div(place, length), op.Mul(step, op.Gather(sizes, at))
+    return found
 
 
 def _divides(wanted: Any, size: Any) -> bool:

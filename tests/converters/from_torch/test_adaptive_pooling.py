@@ -1,4 +1,4 @@
-"""Proves that adaptive average pooling is exported for images of any size."""
+"""Proves that adaptive pooling is exported for images of any size."""
 
 from __future__ import annotations
 
@@ -41,6 +41,35 @@ def test_images_of_any_size(tmp_path: Path) -> None:
         for size in ((1, 8, 20), (2, 7, 33), (3, 40, 4), (2, 13, 59)):
             image = torch.randn(size[0], 3, *size[1:])
             torch.testing.assert_close(session(image), Pools()(image))
+
+
+class Maxima(nn.Module):
+    def forward(self, image: torch.Tensor) -> Any:
+        pool = nn.functional
+        return {
+            "odd": pool.adaptive_max_pool2d(image, (3, 7), return_indices=True),
+            "larger than the image": pool.adaptive_max_pool2d(image, (5, 9)),
+            "one": pool.adaptive_max_pool2d(image, 1),
+            "without a batch": pool.adaptive_max_pool2d(image[0], (2, 3), return_indices=True),
+            "row": pool.adaptive_max_pool1d(image[:, 0], 5, return_indices=True),
+            "volume": pool.adaptive_max_pool3d(image[:, None], (2, 3, 4), return_indices=True),
+        }
+
+
+def test_maxima_of_images_of_any_size(tmp_path: Path) -> None:
+    """Fails if a maximum takes the windows of the example's size, or if its place is the place in its window. Also
+    fails if the last of equal values is returned."""
+    made = accel.export(
+        Maxima(),
+        example=(torch.randn(2, 3, 8, 20),),
+        dynamic={"image": {0: "batch", 2: "height", 3: "width"}},
+        dims={"height": (4, 8, 40), "width": (4, 20, 60)},
+        out=tmp_path / "pools.onnx",
+    )
+    with accel.load(made) as session:
+        for size in ((1, 8, 20), (2, 7, 33), (3, 31, 4), (2, 13, 59)):
+            image = torch.randint(0, 9, (size[0], 3, *size[1:])).float()
+            torch.testing.assert_close(session(image), Maxima()(image))
 
 
 def test_a_fixed_size_needs_no_windows(tmp_path: Path) -> None:
