@@ -44,10 +44,11 @@ class Column:
 
 
 def as_text(table: Any, width: int = 100) -> str:
-    """Returns a ``rich`` table as text of at most ``width`` columns."""
+    """Returns a ``rich`` table as plain text of at most ``width`` columns."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=width)
+    # Notebooks, and terminals with FORCE_COLOR, would otherwise get escape codes.
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, force_jupyter=False)
     with console.capture() as captured:
         console.print(table)
     return captured.get()
