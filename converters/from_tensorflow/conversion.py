@@ -78,8 +78,8 @@ def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artif
             operator=operator,
         )
     except ChildCrashed as error:
-        where = src.source.get("spec", src.path)
-        raise ExportFailed(f"tf2onnx can't convert {where}: {error}{_at(operator, TensorFlowSpec.of(src))}") from error
+        spec = TensorFlowSpec.of(src)
+        raise ExportFailed(f"tf2onnx can't convert {spec.shown}: {error}{_at(operator, spec)}") from error
     finally:
         operator.unlink(missing_ok=True)
     model = read_proto(made, weights=True)
@@ -116,13 +116,13 @@ def run_tf2onnx(
         raise _not_converted(spec, sorted(left))
     _as_specified(model)
     give_names(model, {v: k for k, v in inputs.items()} | {v: k for k, v in outputs.items()}, contract)
-    model = at_opset(model, opset, spec.path)
+    model = at_opset(model, opset, spec.shown)
     keep_zero_padding(model)
     write_onnx(model, out)
     if fault := check_file(out):
         other = option("opset", first if first != opset else opset - 1)
         raise ExportFailed(
-            f"the file that tf2onnx made of {spec.path} fails the ONNX checker ({fault}); pass another opset, such as "
+            f"the file that tf2onnx made of {spec.shown} fails the ONNX checker ({fault}); pass another opset, such as "
             f"{other}"
         )
     nodes = len(model.graph.node)
@@ -203,8 +203,8 @@ def _not_converted(spec: TensorFlowSpec, ops: list[str]) -> OpNotConverted:
     what = f"the operator {ops[0]}" if len(ops) == 1 else f"the operators {', '.join(ops)}"
     cut = _cut(spec, "it" if len(ops) == 1 else "them")
     if spec.form != "tflite" and any(op.startswith("LookupTable") for op in ops):
-        cut = f"tables of strings aren't supported: look strings up before the model, and {_cut(spec, 'the table')}"
-    return OpNotConverted(f"{spec.path} uses {what}, which tf2onnx can't write as ONNX; {cut}")
+        cut = f"such tables aren't supported: look the values up before the model, and {_cut(spec, 'the table')}"
+    return OpNotConverted(f"{spec.shown} uses {what}, which tf2onnx can't write as ONNX; {cut}")
 
 
 def _cut(spec: TensorFlowSpec, what: str) -> str:
@@ -214,6 +214,8 @@ def _cut(spec: TensorFlowSpec, what: str) -> str:
     if spec.form in ("graph", "checkpoint"):
         names = options("graph_inputs", "graph_outputs")
         return f"export the part of the graph without {what}: name tensors behind or before {what} with {names}"
+    if spec.shown != spec.path:
+        return f"pass the part of the model without {what}"
     return f"export a FILE.py:FUNCTION that returns the part of the model without {what}"
 
 
@@ -228,7 +230,7 @@ def _refused(spec: TensorFlowSpec, lines: list[str], error: Exception, operator:
         return _not_converted(spec, sorted(left))
     told = next((line for line in reversed(lines) if "rror" in line or "ailed" in line), "")
     reason = one_line(f"{type(error).__name__}: {error}") + (f" ({one_line(told)[:160]})" if told else "")
-    return ExportFailed(f"tf2onnx can't convert {spec.path}: {reason}{_at(operator, spec)}")
+    return ExportFailed(f"tf2onnx can't convert {spec.shown}: {reason}{_at(operator, spec)}")
 
 
 def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:

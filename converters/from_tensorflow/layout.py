@@ -42,6 +42,8 @@ def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProt
 def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.ModelProto, dict[str, Any]]:
     from tf2onnx import convert, optimizer
 
+    from .missing_operators import translations
+
     counted: list[int] = []
 
     class Count:
@@ -58,7 +60,8 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
     passes: dict[str, Any] = {"count": Count, **optimizer._get_optimizers()}
     if layout == "channels_last":
         del passes["optimize_transpose"]
-    model, _ = convert._convert_common(graph, name="model", continue_on_error=True, optimizers=passes, **arguments)
+    arguments = {**arguments, "optimizers": passes, "custom_op_handlers": translations()}
+    model, _ = convert._convert_common(graph, name="model", continue_on_error=True, **arguments)
     left, inside = transposes(model)
     return model, {"layout": layout, "before": counted[0], "left": left, "inside": inside}
 

@@ -18,6 +18,7 @@ from accel.signature import DimRange, Signature, TensorSpec
 from accel.spelling import option, options
 
 from ..declare import Dims, Inputs, parse_dims, parse_inputs
+from ..live import facts_about
 from ..nearby import or_nearby
 from .process import in_tensorflow
 
@@ -44,6 +45,11 @@ class TensorFlowSpec:
     strip: bool = False
     declared: tuple[str, ...] = ()
     placeholders: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """The path of the model for messages, or the name of its class if the model was given in memory."""
+        return str(facts_about(Path(self.path)).get("class", self.path))
 
     @classmethod
     def of(cls, artifact: Artifact) -> TensorFlowSpec:

@@ -162,6 +162,32 @@ def test_the_gelu_of_keras(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
+BUCKETS = """
+import tensorflow as tf
+
+def taking(dtype):
+    @tf.function(input_signature=[tf.TensorSpec([None, 5], dtype, name="x")])
+    def function(x):
+        return {"y": tf.raw_ops.Bucketize(input=x, boundaries=[-1.5, 0.1, 2.0])}
+    return function
+
+floats, doubles, integers = map(taking, (tf.float32, tf.float64, tf.int64))
+"""
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("floats", "float32"), ("doubles", "float64"), ("integers", "int64")])
+def test_values_are_put_into_buckets(tmp_path: Path, name: str, dtype: str) -> None:
+    """Fails if a value that equals a boundary gets into the lower bucket, if NaN isn't in the last bucket, or if a
+    double is compared with another boundary than TensorFlow's float32."""
+    code = written(tmp_path, BUCKETS)
+    made = accel.export(f"{code}:{name}", out=tmp_path / "m.onnx")
+    x = np.array([[-1.5, -1.6, 2, 1.9, 5], [0.1, np.float32(0.1), 0, 0.2, 1 if dtype == "int64" else np.nan]], dtype)
+    with accel.load(made) as session:
+        found = session.run({"x": x})["y"]
+    wanted = np.searchsorted(np.float32([-1.5, 0.1, 2]).astype(np.float64), x.astype(np.float64), side="right")
+    np.testing.assert_array_equal(found, wanted)
+
+
 NEAREST = """
 import tensorflow as tf
 

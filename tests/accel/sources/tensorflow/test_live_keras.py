@@ -76,6 +76,15 @@ except accel.AccelError as error:
     assert "pass example arguments with example=" in str(error), error
 else:
     raise AssertionError("a model without known inputs was opened")
+# A message names the class of the model, not the file in the cache.
+hashing = keras.Sequential([keras.Input((4,), dtype="int64"), keras.layers.Hashing(10)])
+try:
+    accel.export(hashing, out=sys.argv[1] + "/hashing.onnx")
+except accel.AccelError as error:
+    assert str(error).startswith("Sequential uses the operator"), error
+    assert "pass the part of the model without it" in str(error), error
+else:
+    raise AssertionError("a model without an ONNX translation was exported")
 """
 
 
