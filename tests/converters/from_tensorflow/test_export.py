@@ -236,7 +236,7 @@ ENDS_OF_DROPOUT = ["--inputs", "x:0", "--outputs", "logits:0"]
     ("name", "code", "wrong", "fix", "words"),
     [
         ("strings", 1, "the operator StringLength", "export a FILE.py:FUNCTION that returns the part of the model", []),
-        ("lookup.keras", 1, "the operator LookupTableFindV2", "look strings up before the model", []),
+        ("lookup.keras", 1, "the operator LookupTableFindV2", "look the values up before the model", []),
         (
             "gelu_int8.tflite",
             1,
