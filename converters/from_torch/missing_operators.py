@@ -25,6 +25,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.amin.default: _smallest_of_dims,
         aten.squeeze.dim: _squeeze,
         aten.squeeze.dims: _squeeze,
+        aten.fft_fftfreq.default: _frequencies(torch.fft.fftfreq),
+        aten.fft_rfftfreq.default: _frequencies(torch.fft.rfftfreq),
     }
     return table | _of_numbers() | _of_torchvision()
 
@@ -148,6 +150,20 @@ def _squeeze(x: Any, dim: int | Sequence[int]) -> Any:
     axes = [axis % rank for axis in (dim if isinstance(dim, Sequence) else [dim])] if rank else []
     axes = [axis for axis in axes if x.shape[axis] == 1]
     return op.Squeeze(x, op.Constant(value_ints=axes)) if axes else op.Identity(x)
+
+
+def _frequencies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the translation of ``function``, which is ``torch.fft.fftfreq`` or ``rfftfreq``. PyTorch gives it a
+    number for ``n``, and never a size of the graph."""
+    import torch
+
+    def translated(n: int, d: float = 1.0, dtype: int = 1, **_: Any) -> Any:
+        import onnx_ir as ir
+
+        op = operators()
+        return op.Cast(op.Constant(value=ir.tensor(function(n, d, dtype=torch.float64).numpy())), to=dtype)
+
+    return translated
 
 
 def _of_number(operator: str) -> Callable[..., Any]:

@@ -33,6 +33,11 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "stable sort": lambda x: x.round().sort(dim=-1, descending=True, stable=True),
     "stable argsort of an inner dim": lambda x: x.round()[:, :, None].repeat(1, 1, 2).argsort(dim=1, stable=True),
     "cumulative product": lambda x: x.cumprod(-1),
+    "frequencies": lambda x: (
+        x * torch.fft.fftfreq(x.shape[1], 0.25),
+        x[:, :4] + torch.fft.rfftfreq(6),
+        x[:, :1] * torch.fft.fftfreq(7, dtype=torch.float64),
+    ),
     "squeeze of sizes other than 1": lambda x: (
         x.squeeze(1),
         x[:, None].squeeze(1),
