@@ -15,6 +15,7 @@ from typing import Any
 from accel.errors import BadInputSpec, ChainBroken, InvalidModel
 from accel.folders.writing import beside, make_folder
 from accel.signature import DimRange, IntegerRanges, Signature, TensorSpec
+from accel.signature.conditions import Condition
 from accel.tables.kinds import KINDS, kind_of
 
 __all__ = ["Artifact", "DimRange", "Manifest", "Signature", "TensorSpec", "beside", "file_sha256", "manifest_path"]
@@ -208,6 +209,13 @@ class Artifact:
             elif skipped:
                 found.append({"stage": record["name"], "passed": None, "worst": None, "summary": skipped[0]["note"]})
         return found
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """Returns the conditions on sizes under which the graph equals its source. The gates ran the graph at sizes in
+        the ranges of its dims, so the conditions matter for other sizes."""
+        notes = (record.get("notes", {}) for record in self.history)
+        return tuple(Condition.parse(text) for one in notes for text in one.get("conditions", ()))
 
     @property
     def integer_ranges(self) -> IntegerRanges:

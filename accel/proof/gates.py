@@ -76,6 +76,12 @@ class OutputGate:
         further = range(self.seeds, seeds)
         return self._compared(src, out, lambda: self._seeded(src, out, further)) if further else []
 
+    def check_at(self, src: Artifact, out: Artifact, sizes: Mapping[str, int]) -> list[GateResult]:
+        """Returns the results for one case with the dims ``sizes``, also if the gate is deferred."""
+        src = self.reference or src
+        feeds = what_both_take(src.signature, out.signature).inputs_at(sizes)
+        return self._compared(src, out, lambda: iter([(case_name(sizes), feeds)]))
+
     def _compared(
         self, src: Artifact, out: Artifact, draw: Callable[[], Iterator[tuple[str, dict[str, np.ndarray]]]]
     ) -> list[GateResult]:

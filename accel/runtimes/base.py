@@ -25,8 +25,10 @@ from accel.errors import (
     ValuesOutOfRange,
 )
 from accel.machine import cpu_limit
-from accel.signature import Feeds, IntegerRanges, Signature
+from accel.signature import DimRange, Feeds, IntegerRanges, Signature
 from accel.signature.bounds import free_dims, size_at
+from accel.signature.conditions import Condition, broken
+from accel.spelling import option
 from accel.tables.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -133,6 +135,10 @@ class BaseSession(ABC):
         """Returns the ranges to which ``check_feeds`` holds the integer inputs."""
         return self.artifact.integer_ranges
 
+    @cached_property
+    def _conditions(self) -> tuple[Condition, ...]:
+        return self.artifact.conditions
+
     def check_open(self) -> None:
         """Raises ``UsageError`` if the session is closed."""
         if self.closed:
@@ -141,9 +147,11 @@ class BaseSession(ABC):
     def check_feeds(self, feeds: Feeds) -> dict[str, int]:
         """Returns the size of each dynamic dim in ``feeds``.
 
-        Raises ``UsageError`` if the session is closed. Raises ``BadFeeds`` if ``feeds`` don't fit the signature, or if
-        a dim is empty that the source takes only with at least one entry. Raises ``ValuesOutOfRange``, a kind of
-        ``BadFeeds``, for an integer outside its range, because a runtime may silently read another row of a table."""
+        Raises ``UsageError`` if the session is closed. Raises ``BadFeeds`` if ``feeds`` don't fit the signature, if a
+        dim is empty that the source takes only with at least one entry, or if the graph differs from the source at a
+        size. Raises ``ValuesOutOfRange``, a kind of ``BadFeeds``, for an integer outside its range, because a runtime
+        may silently read another row of a table.
+        """
         self.check_open()
         sizes = self.signature.check_feeds(feeds)
         if 0 in sizes.values():
@@ -151,6 +159,14 @@ class BaseSession(ABC):
             for dim, reason in refused.items():
                 if sizes.get(dim) == 0:
                     raise BadFeeds(f"the dim {dim!r} has size 0, at which the source fails ({reason}); give 1 or more")
+        beyond = self._conditions and not all(self.signature.dims[dim].holds(size) for dim, size in sizes.items())
+        if beyond and (condition := broken(self._conditions, sizes)):
+            fitting = {dim: str(DimRange(sizes[dim], sizes[dim], sizes[dim])) for dim in sorted(condition.dims)}
+            where = ", ".join(f"{dim}={sizes[dim]}" for dim in fitting)
+            raise BadFeeds(
+                f"the source takes another way at {where}: the graph is that of {condition.text}; give other sizes, or "
+                f"export the source with {option('dims', fitting)}"
+            )
         if found := self._integers.first_outside(feeds):
             raise ValuesOutOfRange(
                 f"{found}; correct the values, or export the model with the right range for this input"

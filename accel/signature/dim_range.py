@@ -74,6 +74,10 @@ class DimRange:
         low, high = -(-low // step) * step, high // step * step
         return cls(low, min(max(opt // step * step, low), high), high, step) if low <= high else None
 
+    def holds(self, size: int) -> bool:
+        """Tells whether ``size`` is in the range. Doesn't look at the step."""
+        return self.min <= size <= self.max
+
     def up(self, size: int) -> int:
         """Returns the smallest multiple of the step that is at least ``size``."""
         return max(-(-size // self.step), 1) * self.step

@@ -17,6 +17,7 @@ def source_notes(artifact: Artifact) -> list[str]:
         _not_finite_note(artifact),
         _bounds_note(artifact),
         _sizes_note(artifact),
+        _conditions_note(artifact),
         _samples_note(artifact),
         integers_note(artifact.signature),
         _renaming_note(artifact),
@@ -76,6 +77,13 @@ def _sizes_note(artifact: Artifact) -> str | None:
     """Returns a note about the sizes that accel found by running the model, or else None."""
     found = artifact.source.get("sizes")
     return f"{found}; {option('dims')} declares other sizes" if found else None
+
+
+def _conditions_note(artifact: Artifact) -> str | None:
+    """Returns a note about the sizes beyond the ranges at which the graph of a file equals its source, or None if these
+    are all sizes."""
+    found = [condition.text for condition in artifact.conditions]
+    return f"beyond the ranges of its dims, the file is that of {' and '.join(found)}" if found else None
 
 
 def _samples_note(artifact: Artifact) -> str | None:

@@ -41,7 +41,7 @@ STAGES: tuple[Stage, ...] = (
         takes=("torch",),
         gives="onnx",
         packages=("torch", "onnx", "onnxscript"),
-        version=6,
+        version=7,
         proves=True,
     ),
     Stage(

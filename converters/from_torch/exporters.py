@@ -59,16 +59,22 @@ def example(src: Artifact) -> tuple[Any, ...]:
     return tuple(to_tensor(feeds[spec.name]) for spec in src.signature.inputs)
 
 
-def dynamo(src: Artifact, opset: int, out: Path) -> None:
-    """Exports ``src`` with ``torch.export`` and translates the program to ONNX. Errors of torch are raised
-    unchanged."""
+def dynamo(src: Artifact, opset: int, out: Path) -> list[str]:
+    """Exports ``src`` with ``torch.export`` and translates the program to ONNX. Returns the sizes at which the program
+    is valid (see ``conditions_on_sizes``).
+
+    Errors of torch are raised unchanged. Raises ``BadInputSpec`` if a dim's declared range holds sizes at which the
+    program isn't valid.
+    """
     import torch
 
-    from accel.sources.torch.dims import export_dim
+    from accel.sources.torch.dims import conditions_on_sizes, export_dim
 
     from .complex.numbers import in_real_numbers
 
-    dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items()}
+    # torch.export finds a condition on an open dim, such as ``if x.shape[1] > 512``, and records its sizes. In a named
+    # dim with a range, it would leave out a condition that no size in the range meets.
+    dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items() if bounds.step != 1}
     outputs = _output_names(src)
     module = named(src)
 
@@ -120,19 +126,20 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
             program = program_of({})
     if program is None:
         raise ExportFailed("torch.onnx.export returned no program")
+    conditions = conditions_on_sizes(program.exported_program, src.signature)
     weights = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
     size = sum(tensor.nbytes for tensor in weights)
     if onnx_weights.DETACHED_BYTES < size <= min(onnx_write.ATTACHED_BYTES, onnx_write.SINGLE_FILE_BYTES):
         with with_weights_in_memory(program) as model:
             _finish_graph(src, model, out, outputs)
-        return
-    if size <= onnx_write.SINGLE_FILE_BYTES:
+    elif size <= onnx_write.SINGLE_FILE_BYTES:
         _finish_graph(src, program.model_proto, out, outputs)
-        return
-    with _apart(out) as exported:
-        program.save(str(exported), external_data=True)
-        del program
-        _finish_graph(src, read_detached(exported), out, outputs)
+    else:
+        with _apart(out) as exported:
+            program.save(str(exported), external_data=True)
+            del program
+            _finish_graph(src, read_detached(exported), out, outputs)
+    return conditions
 
 
 def _has_fixed_dims(src: Artifact, graph: Any) -> bool:
@@ -308,9 +315,9 @@ def _finish_graph(src: Artifact, model: onnx.ModelProto, out: Path, outputs: Seq
     write_onnx(model, out)
 
 
-def legacy(src: Artifact, opset: int, out: Path) -> None:
+def legacy(src: Artifact, opset: int, out: Path) -> list[str]:
     """Exports ``src`` with the older exporter, which records the operators of one run on an example. TorchScript
-    modules keep their branches and loops."""
+    modules keep their branches and loops. Returns no conditions, because the older exporter finds none."""
     import torch
 
     outputs = _output_names(src)
@@ -343,6 +350,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
             dynamic_axes={name: axes for name, axes in dynamic.items() if axes},
         )
         _finish_graph(src, read_detached(exported), out, outputs)
+    return []
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
+from accel.errors import AccelError, BadInputSpec, ExportFailed, GateFailed, RunFailed, no_space, one_line
 from accel.progress import report
-from accel.proof.gates import OutputGate, worst_result
+from accel.proof.gates import OutputGate, case_name, worst_result
+from accel.signature.conditions import Condition, breaking_sizes, ranges_held
 from accel.sources.onnx.file import describe, external_files, read_without_weights
 from accel.sources.output_specs import farthest
 from accel.sources.torch.probe.random_draws import lines_with
@@ -35,6 +36,8 @@ from .traced_branches import value_branches
 # The number of inputs on which each exporter's file is compared with PyTorch. The older exporter records only the
 # branch that the example took, so its file is compared on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
+# The most sizes that break a condition at which a file is run.
+_RUN = 4
 # The largest number of source lines that an error message lists.
 _SHOWN = 3
 
@@ -63,6 +66,10 @@ class OutputsOff(ExportFailed):
         self.results = tuple(results)
 
 
+class OtherWay(ExportFailed):
+    """Raised if the model takes another way at sizes in the ranges of its dims than an exporter's graph does."""
+
+
 class OpsetNotGiven(ExportFailed):
     """Raised if the opset of an exporter's file differs from the requested opset."""
 
@@ -73,34 +80,39 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     The file of an exporter has to pass the ONNX checker and match the signature of ``src``. The file's outputs have to
     agree with eager PyTorch at every combination of dim sizes in ``src.signature.cases()``. ``proof`` has the gates
     that check the signature and the outputs of the file. If ``proof`` has no gate for outputs, the largest allowed
-    error is the default for the precision of ``src``. The notes name the chosen exporter, and tell why each earlier
-    exporter was refused.
+    error is the default for the precision of ``src``. The notes name the chosen exporter, tell why each earlier
+    exporter was refused, and have the ``conditions`` on sizes under which the graph equals the model.
 
     Raises ``ExportFailed`` if no exporter succeeds, with the reason for each failure. Raises ``BadInputSpec`` if
-    PyTorch can't run the model at the smallest or largest declared size of a dim.
+    PyTorch can't run the model at the smallest or largest declared size of a dim, or if no graph equals the model at
+    all of these sizes.
     """
     proof = proof or Proof(get_stage("onnx_from_torch"), src, config)
     refused: dict[str, str] = {}
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
-    no_rule = ""
+    no_rule = beyond = ""
     by_values = False  # True if torch.export found branches that depend on values.
     branches: Collection[tuple[str, int]] = ()
+    conditions: list[str] = []
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
         report(f"onnx_from_torch: {rung}")
         try:
             with _quiet(), value_branches() if rung == "legacy" else nullcontext(()) as traced:
-                _RUNGS[rung](src, config.opset, out)
+                # The older exporter finds no conditions, but its graph also holds one side of them.
+                conditions = _RUNGS[rung](src, config.opset, out) or conditions
             if rung == "legacy":
                 branches = traced if by_values else ()
                 if read := _read(src, branches):
                     raise ExportFailed(f"the file has constants for the values that Python reads at {_where(read)}")
             made = _verified(src, config, out, SEEDS[rung], proof)
+            matter = _that_matter(conditions, src, made, proof)
         except AccelError as error:
             refused[rung] = str(error)
             no_rule = str(error) if isinstance(error, NoComplexRule) else no_rule
+            beyond = str(error) if isinstance(error, OtherWay) else beyond
             off.append(error.results if isinstance(error, OutputsOff) else ())
         except Exception as error:  # exporters may raise anything
             if full := no_space(error):
@@ -111,7 +123,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             if found := _NO_OPERATOR.search(str(error)):
                 missing[rung] = (found[1] or found[2] or found[3]).replace(".", "::", 1)
         else:
-            return replace(made, notes={"rung": rung, "refused": refused, **made.notes})
+            notes = {"rung": rung, "refused": refused, **({"conditions": matter} if matter else {})}
+            return replace(made, notes={**notes, **made.notes})
         _remove(out)
     spec = _name(src)
     if no_rule:
@@ -130,7 +143,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         raise ExportFailed(
             f"{spec} computes in Python with the values of its inputs, which no exporter can follow: {_fixes(ordered)}"
         )
-    if beyond := _too_far(src):
+    if beyond := _too_far(src) or beyond:
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
     if len(missing) == len(config.ladder):
         raise ExportFailed(
@@ -290,14 +303,14 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
     plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
     made, given = proof.of(plain)
     results = list(given)
-    gates = [gate for gate in proof.gates if isinstance(gate, OutputGate)]
-    if gates and gates[0].deferred and seeds <= gates[0].seeds:
-        return replace(made, notes={"deferred_limit": gates[0].limit})
-    if gates and not gates[0].deferred:
-        results += gates[0].check_seeds(src, made, seeds)
+    given_gate = any(isinstance(gate, OutputGate) for gate in proof.gates)
+    gate = _output_gate(src, proof)
+    if gate.deferred and seeds <= gate.seeds:
+        return replace(made, notes={"deferred_limit": gate.limit})
+    if given_gate and not gate.deferred:
+        results += gate.check_seeds(src, made, seeds)
     else:
-        limit = gates[0].limit if gates else EXPORT_LIMITS[src.properties.get("precision", "fp32")]
-        results += OutputGate(limit=limit, seeds=seeds).check(src, made)
+        results += OutputGate(limit=gate.limit, seeds=seeds).check(src, made)
     worst = worst_result(results)
     failed = [r for r in results if r.passed is False]
     if failed:
@@ -307,6 +320,44 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
             failed,
         )
     return replace(made, notes={"worst_rel_l2": worst.value if worst else None})
+
+
+def _that_matter(conditions: Sequence[str], src: Artifact, made: Artifact, proof: Proof) -> list[str]:
+    """Returns the conditions on sizes that hold the file back at sizes beyond the ranges of the dims.
+
+    If sizes in the ranges break a condition, the file is run there, because torch.export also records conditions that
+    change nothing. Raises ``OtherWay`` if the file's outputs are off there.
+    """
+    kept = []
+    nothing: dict[str, bool] = {}  # for sizes at which the file ran, whether the broken conditions change nothing
+    for condition in map(Condition.parse, conditions):
+        sizes = breaking_sizes(condition, src.signature)
+        case = case_name(sizes) if sizes is not None else ""
+        if sizes is not None and case not in nothing and len(nothing) < _RUN:
+            wrong: str | None = None
+            try:
+                given = _output_gate(src, proof).check_at(src, made, sizes)
+                wrong = next((f"an error of {one.value:.2g}" for one in given if one.passed is False), "")
+            except RunFailed:
+                pass  # PyTorch can't run the model at these sizes
+            except GateFailed as error:
+                wrong = one_line(error)
+            if wrong:
+                raise OtherWay(
+                    f"the model takes another way at {case}: the graph is that of {condition.text} ({wrong}); give "
+                    f"{option('dims', ranges_held(condition, src.signature))}"
+                )
+            nothing[case] = wrong == ""
+        if not nothing.get(case, False):
+            kept.append(condition.text)
+    return kept
+
+
+def _output_gate(src: Artifact, proof: Proof) -> OutputGate:
+    """Returns the gate that compares the outputs of exported files. If ``proof`` has no such gate, the largest allowed
+    error is the default for the precision of ``src``."""
+    gates = [gate for gate in proof.gates if isinstance(gate, OutputGate)]
+    return gates[0] if gates else OutputGate(limit=EXPORT_LIMITS[src.properties.get("precision", "fp32")])
 
 
 @contextlib.contextmanager
@@ -330,4 +381,7 @@ def _quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-_RUNGS: dict[str, Callable[[Artifact, int, Path], None]] = {"dynamo": dynamo, "legacy": legacy}
+_RUNGS: dict[str, Callable[[Artifact, int, Path], list[str]]] = {
+    "dynamo": dynamo,
+    "legacy": legacy,
+}
