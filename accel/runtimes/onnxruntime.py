@@ -7,8 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +16,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
-from accel.errors import BadConfig, InvalidModel, MissingExtra, UnsupportedHere, ValuesOutOfRange
+from accel.errors import AccelError, BadConfig, InvalidModel, MissingExtra, UnsupportedHere, ValuesOutOfRange
 from accel.machine import trim_memory
 from accel.signature import Feeds, decoder, numpy_dtype, shapes_of
 from accel.sources.onnx.file import PACKED_WEIGHTS
@@ -92,8 +91,10 @@ class OnnxRuntimeSession(BaseSession):
                 {name: value[row : row + 1] for name, value in feeds.items()} for row in range(len(feeds[decoder.IDS]))
             ]
             return joined([self._run(row) for row in rows])
-        with self._explained(feeds):
+        try:
             return self._run_native(feeds)
+        except _FAILURES as error:
+            raise self._explained(error, feeds) from error
 
     def open_cache(self, layout: decoder.Cache, rows: int) -> KvCache | None:
         """Returns an empty cache that grows in place, or None if the model copies its cache."""
@@ -106,8 +107,10 @@ class OnnxRuntimeSession(BaseSession):
     def run_bound(self, binding: Any, feeds: Feeds) -> None:
         """Runs the model with the inputs and outputs of ``binding``. ``feeds`` are the inputs for error messages."""
         self.check_open()
-        with self._explained(feeds):
+        try:
             self.session.run_with_iobinding(binding)
+        except _FAILURES as error:
+            raise self._explained(error, feeds) from error
 
     @cached_property
     def _in_place(self) -> bool:
@@ -125,17 +128,12 @@ class OnnxRuntimeSession(BaseSession):
         rows, new = feeds[decoder.IDS].shape
         return runs_by_row(rows, new, feeds[decoder.past_name(0, decoder.PARTS[0])].shape[2])
 
-    @contextmanager
-    def _explained(self, feeds: Feeds) -> Iterator[None]:
+    def _explained(self, error: Exception, feeds: Feeds) -> AccelError:
         """Turns an error of ONNX Runtime during a run with ``feeds`` into an error that names the fix."""
-        try:
-            yield
-        except _FAILURES as error:
-            sizes = shapes_of(feeds)
-            failed = f"ONNX Runtime can't run {self.artifact.path} at {sizes}: {plain_reason(error)}"
-            if outside := self._outside(feeds) if _OUT_OF_BOUNDS.search(str(error)) else "":
-                raise ValuesOutOfRange(f"{failed} ({outside}); check the inputs' values") from error
-            raise self._run_error(failed, "; check the inputs' values", feeds) from error
+        failed = f"ONNX Runtime can't run {self.artifact.path} at {shapes_of(feeds)}: {plain_reason(error)}"
+        if outside := self._outside(feeds) if _OUT_OF_BOUNDS.search(str(error)) else "":
+            return ValuesOutOfRange(f"{failed} ({outside}); check the inputs' values")
+        return self._run_error(failed, "; check the inputs' values", feeds)
 
     def _outside(self, feeds: Feeds) -> str:
         """Returns a phrase for an error message. The phrase names the first integer input with an index outside its

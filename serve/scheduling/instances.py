@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 # Passing a request to another thread and back takes some 60 us. A run that takes longer than _BRIEF seconds is passed
-# on, so that the requests for other models don't wait.
+# on, so that the requests for other models don't wait. A run that other work of the machine interrupts takes long by
+# chance, so only several such runs in a row count.
 _BRIEF = 500e-6
 
 
@@ -328,7 +329,8 @@ class QueuedExecutor:
         outputs = session.run(feeds)
         inferred = self._clock()
         took = inferred - stacked
-        self._usual = took if self._usual == NEVER else self._usual + (took - self._usual) / 8
+        usual = self._usual
+        self._usual = took if usual == NEVER else usual + (min(took, max(2 * usual, _BRIEF)) - usual) / 8
         self._brief = self._usual < _BRIEF
         parts = self._batching.split(outputs, live)
         results: Settled = [(e, self._response(e, part)) for e, part in zip(live, parts, strict=True)]

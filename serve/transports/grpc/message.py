@@ -13,7 +13,7 @@ from ...protocol import messages as proto
 
 _Request = proto.message("ModelInferRequest")
 _RAW = _Request.DESCRIPTOR.fields_by_name["raw_input_contents"].number
-_LARGE = 1 << 16
+LARGE = 1 << 16
 _MOST_REST = 1 << 20  # a larger rest has typed contents, which protobuf has to read
 _BYTES = 2  # the wire type of messages, texts and bytes
 
@@ -30,7 +30,7 @@ class ReceivedRequest:
 
 def parse_infer(message: bytes) -> ReceivedRequest:
     """Returns the request in ``message``. Raises ``DecodeError`` if ``message`` is no ModelInferRequest."""
-    split = _split(message) if len(message) >= _LARGE else None
+    split = _split(message) if len(message) >= LARGE else None
     if split is None:
         return ReceivedRequest(_Request.FromString(message))
     rest, raws = split
@@ -40,9 +40,20 @@ def parse_infer(message: bytes) -> ReceivedRequest:
 def _split(message: bytes) -> tuple[list[memoryview], list[memoryview]] | None:
     """Returns the fields of ``message`` without the tensors, and the tensors. Returns None if protobuf has to read the
     whole message, which also finds out what is wrong with a malformed one."""
+    fields = fields_of(message, _MOST_REST)
+    if fields is None:
+        return None
     view = memoryview(message)
-    rest: list[memoryview] = []
-    raws: list[memoryview] = []
+    rest = [view[start:end] for start, _, end, tensor in fields if not tensor]
+    return rest, [view[body:end] for _, body, end, tensor in fields if tensor]
+
+
+def fields_of(message: bytes, most: int) -> list[tuple[int, int, int, bool]] | None:
+    """Returns the start of each field of ``message``, the start of the field's contents, the end, and whether the
+    field is a tensor in ``raw_input_contents``. Returns None if ``message`` is malformed, has a field of numbers, or
+    has more than ``most`` bytes around the tensors."""
+    view = memoryview(message)
+    found: list[tuple[int, int, int, bool]] = []
     at = size = 0
     while at < len(view):
         start = at
@@ -50,16 +61,13 @@ def _split(message: bytes) -> tuple[list[memoryview], list[memoryview]] | None:
         length, at = _varint(view, at)
         if tag & 7 != _BYTES or at < 0 or at + length > len(view):
             return None
-        end = at + length
-        if tag >> 3 == _RAW:
-            raws.append(view[at:end])
-        else:
-            rest.append(view[start:end])
-            size += end - start
-            if size > _MOST_REST:
-                return None
-        at = end
-    return rest, raws
+        tensor = tag >> 3 == _RAW
+        found.append((start, at, at + length, tensor))
+        size += at - start if tensor else at + length - start
+        if size > most:
+            return None
+        at += length
+    return found
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:

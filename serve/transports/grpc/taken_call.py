@@ -15,12 +15,13 @@ from ...core.server import InferenceServer
 from ...core.transport import InferReply
 from ...protocol.gathering import Gathering
 from ...protocol.inference import Code, ServeError, Ticket
-from .message import parse_infer
+from .forms import Forms
 from .refusal import STATUS, shortened
-from .wire import Reply, read_call, write_reply
+from .wire import Reply, write_reply
 
 log = logging.getLogger("accel.serve")
 
+_FORMS = Forms()
 CODES = {code: status.value[0] for code, status in STATUS.items()}
 
 
@@ -63,9 +64,8 @@ class TakenCall(ABC):
         """Passes the message to the server."""
         model = ""
         try:
-            request = parse_infer(message)
-            model = request.message.model_name
-            call = read_call(request)
+            call = _FORMS.read(message)
+            model = call.model
             call.gathering, call.holds_place = gathering, True
             if not self._server.access.open:
                 call.token = self.token()

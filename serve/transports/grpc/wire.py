@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ...core.server import ModelMetadata
-from ...core.transport import InferCall, InferReply, WantedOutput, WireInput
+from ...core.transport import InferCall, InferReply, Slice, WantedOutput, WireInput
 from ...protocol import messages as proto
 from ...protocol.inference import DurationStatistic, ModelStatistics, Parameter
 from ...protocol.tensors import DATATYPES, encode, invalid
@@ -16,6 +17,7 @@ from .message import ReceivedRequest
 _InferResponse = proto.message("ModelInferResponse")
 # The tag of an entry of raw_output_contents: the number of the field, and the wire type of bytes.
 _LARGE = 1 << 16  # bytes that aren't worth a copy
+_LONG_ID = 64
 _RAW_TAG = bytes([_InferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | 2])
 
 
@@ -112,7 +114,7 @@ class Reply:
 
     __slots__ = ("_head", "_raws")
 
-    def __init__(self, head: Any, raws: list[bytes | memoryview]) -> None:
+    def __init__(self, head: bytes, raws: list[bytes | memoryview]) -> None:
         self._head, self._raws = head, raws
 
     def SerializeToString(self) -> bytes:
@@ -121,7 +123,7 @@ class Reply:
 
     def parts(self) -> tuple[bytes | memoryview, ...]:
         """Returns the bytes of the message in parts. Joins the parts of a small message."""
-        parts: list[bytes | memoryview] = [self._head.SerializeToString()]
+        parts: list[bytes | memoryview] = [self._head]
         size = 0
         for raw in self._raws:
             parts += (_RAW_TAG, _varint(len(raw)), raw)
@@ -130,9 +132,7 @@ class Reply:
 
     def message(self) -> Any:
         """Returns the protobuf message."""
-        self._head.raw_output_contents.extend(map(bytes, self._raws))
-        self._raws = []
-        return self._head
+        return _InferResponse.FromString(self.SerializeToString())
 
 
 def _varint(number: int) -> bytes:
@@ -146,14 +146,28 @@ def _varint(number: int) -> bytes:
 def write_reply(reply: InferReply) -> Reply:
     """Returns a ``ModelInferResponse``. Each output has an entry in ``raw_output_contents``. If an output is in shared
     memory, the output's entry is empty."""
-    response = _InferResponse(model_name=reply.model, model_version=reply.version, id=reply.id)
-    if reply.parameters:
-        set_parameters(response.parameters, reply.parameters)
-    raws: list[bytes | memoryview] = []
-    for tensor in reply.outputs:
-        made = response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        if tensor.slice is not None:
-            place = tensor.slice
+    outputs = tuple([(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.slice) for tensor in reply.outputs])
+    write = _write_head if reply.parameters or len(reply.id) > _LONG_ID else _kept_head
+    head = write(reply.model, reply.version, reply.id, outputs, reply.parameters or None)
+    return Reply(
+        head, [b"" if tensor.array is None else encode(tensor.array, tensor.datatype) for tensor in reply.outputs]
+    )
+
+
+def _write_head(
+    model: str,
+    version: str,
+    name: str,
+    outputs: Sequence[tuple[str, str, Sequence[int], Slice | None]],
+    parameters: Mapping[str, Parameter] | None,
+) -> bytes:
+    """Returns a ``ModelInferResponse`` without its tensors. ``name`` is the id of the request."""
+    response = _InferResponse(model_name=model, model_version=version, id=name)
+    if parameters:
+        set_parameters(response.parameters, parameters)
+    for output, datatype, shape, place in outputs:
+        made = response.outputs.add(name=output, datatype=datatype, shape=shape)
+        if place is not None:
             where: dict[str, Parameter] = {
                 "shared_memory_region": place.region,
                 "shared_memory_byte_size": place.byte_size,
@@ -161,8 +175,10 @@ def write_reply(reply: InferReply) -> Reply:
             if place.offset:
                 where["shared_memory_offset"] = place.offset
             set_parameters(made.parameters, where)
-        raws.append(b"" if tensor.array is None else encode(tensor.array, tensor.datatype))
-    return Reply(response, raws)
+    return bytes(response.SerializeToString())
+
+
+_kept_head = lru_cache(256)(_write_head)  # most responses differ from an earlier one only in their tensors
 
 
 def write_metadata(found: ModelMetadata) -> Any:

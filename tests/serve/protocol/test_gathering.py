@@ -127,3 +127,28 @@ def test_a_poisonous_request_in_a_gathering() -> None:
     callers[1].request.inputs["x"][:] = np.float32(-666.0)
     gathering.run()
     assert [caller.code for caller in callers] == ["OK", "INTERNAL", "OK"]
+
+
+def test_an_interrupted_run_does_not_change_the_way() -> None:
+    """Fails if one run that other work of the machine interrupts sends the next requests to another thread, or if a
+    model that has become slow stays in the thread of the transport."""
+    executor, session, clock = by_clock(BATCHED, 1e-4)
+
+    def lasting(seconds: float) -> None:
+        clock.now += seconds
+
+    session.during = lambda: lasting(0.02)
+    together(executor, 1)
+    assert session.sizes == [1]
+    session.during = lambda: lasting(1e-4)
+    together(executor, 1)
+    assert session.sizes == [1, 1]
+    session.during = lambda: lasting(0.02)
+    for _ in range(20):
+        gathering, _ = together(executor, 1)
+        gathering.run()
+        while executor.poll():
+            pass
+    ran = len(session.runs)
+    together(executor, 1)
+    assert len(session.runs) == ran
