@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,12 @@ def test_a_handshake_that_waits_for_the_client(polled: Any, tmp_path: Path) -> N
         plain.connect(("127.0.0.1", made.number))
         with context.wrap_socket(plain) as secured:
             assert secured.selected_alpn_protocol() == "h2"
+
+
+def test_a_port_without_calls_sleeps(polled: Any) -> None:
+    """Fails if a thread that waits for calls keeps its core busy, or returns before the time is over."""
+    port = polled().port
+    spent, begun = time.thread_time(), time.monotonic()
+    port.poll(0.4)
+    assert time.thread_time() - spent < 0.1
+    assert time.monotonic() - begun >= 0.39
