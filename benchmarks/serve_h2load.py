@@ -46,20 +46,15 @@ def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float =
                 time.sleep(0.5)
 
 
-def load(
-    port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool = True, rate: float | None = None
-) -> dict[str, float]:
-    """Sends requests for ``seconds`` on ``concurrency`` connections. Without a ``rate``, sends the next request of a
-    connection after the answer to the last one. With a ``rate``, sends so many requests per second in all, whether the
-    earlier ones have an answer or not.
+def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool = True) -> dict[str, float]:
+    """Sends requests for ``seconds`` on ``concurrency`` connections, each after the answer to the last one.
 
     The operating system assigns connections to a server's processes at random, so a few connections may be spread
     unevenly. Therefore the time is divided into ``DEALS`` parts, each with new connections. The warm-up of one second
     is a separate run, because h2load does not count the requests of its built-in warm-up.
     """
     log = body.with_suffix(".log")
-    words = ["h2load", "-c", str(concurrency), "-m", "1" if rate is None else "100", "-t", "1", "-d", str(body)]
-    words += [] if rate is None else [f"--rps={rate / concurrency:.1f}"]
+    words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body)]
     if grpc:
         words += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{METHOD}"]
     else:
@@ -89,6 +84,27 @@ def load(
         "answered": float(answered),
         "p50": times[len(times) // 2],
         "p99": times[int(len(times) * 0.99)],
+    }
+
+
+def arrivals(port: int, body: Path, concurrency: int, seconds: float, rate: float) -> dict[str, float]:
+    """Sends ``rate`` requests per second at random times, as many independent callers would, whether the earlier ones
+    have an answer or not. h2load can't do this: it sends what is due in bursts, so it mostly measures its own bursts.
+    ``load`` says why there are ``DEALS`` parts. Needs a C compiler. Raises ``CalledProcessError`` if a request has no
+    answer."""
+    program = body.with_name("serve_arrivals")
+    if not program.exists():
+        source = Path(__file__).with_name("serve_arrivals.c")
+        subprocess.run(["cc", "-std=gnu17", "-O2", "-o", str(program), str(source), "-lm"], check=True)
+    times: list[float] = []
+    for _ in range(DEALS):
+        words = [str(program), str(port), str(body), f"{rate:.1f}", f"{seconds / DEALS:.3f}", str(concurrency)]
+        times += map(float, subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.split())
+    times.sort()
+    return {
+        "rate": len(times) / seconds,
+        "p50": times[len(times) // 2] / 1000,
+        "p99": times[int(len(times) * 0.99)] / 1000,
     }
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 import tritonclient.grpc as triton
 from serve_goals import TAIL_LOAD, Goal, goals, needed, table
-from serve_h2load import DEALS, counted, exactly, first_answer, grpc_body, load
+from serve_h2load import DEALS, arrivals, counted, exactly, first_answer, grpc_body, load
 from serve_starters import STARTERS, Scenario
 
 import accel
@@ -132,7 +132,7 @@ class Overhead:
 @dataclass(frozen=True)
 class Tail:
     """The latency of accel at a part of its largest rate, in each round. ``offered`` are requests per second, and
-    ``ratios`` are p99 over the median. The requests come at even intervals, whether earlier ones have an answer or
+    ``ratios`` are p99 over the median. The requests come at random times, whether earlier ones have an answer or
     not."""
 
     scenario: str
@@ -219,7 +219,7 @@ def measure(scenario: Scenario, folder: Path, options: argparse.Namespace) -> Me
                         made.alone.append((1000 * run["p50"], session_run_us(model, x, seconds)))
                     if (server, scenario.name, concurrency) == ("accel", "mlp", 32):
                         rate = TAIL_LOAD * run["rate"]
-                        made.paced.append((rate, load(port, files[True], concurrency, seconds, rate=rate)))
+                        made.paced.append((rate, arrivals(port, files[True], concurrency, seconds, rate)))
                 if server == "accel":
                     check(port, scenario, model)
                     with counted(port, scenario.name) as sent:
@@ -372,7 +372,7 @@ def markdown(rows: list[Row], overheads: list[Overhead], tails: list[Tail]) -> s
         lines += [
             "",
             f"`{one.scenario}` at {TAIL_LOAD:.0%} of the largest rate, {rate:,.0f} requests a second on "
-            f"{one.concurrency} connections that send at even intervals: p50 {p50:.2f} ms, p99 {p99:.2f} ms.",
+            f"{one.concurrency} connections, at random times: p50 {p50:.2f} ms, p99 {p99:.2f} ms.",
         ]
     return "\n".join([*lines, "", *table(reached(rows, overheads, tails)), *why_missed(rows), ""])
 
