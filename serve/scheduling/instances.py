@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Passing a request to another thread and back takes some 60 us. A run that takes longer than _BRIEF seconds is passed
-# on, so that the requests for other models don't wait. A run that other work of the machine interrupts takes long by
-# chance, so only several such runs in a row count.
+# Passing a request to another thread takes some 60 us. Runs of more than _BRIEF seconds are passed on, so that other
+# models don't wait. Only several long runs in a row count, because other work of the machine may interrupt one.
 _BRIEF = 500e-6
 
 
