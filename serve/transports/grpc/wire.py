@@ -132,7 +132,9 @@ class Reply:
 
     def message(self) -> Any:
         """Returns the protobuf message."""
-        return _InferResponse.FromString(self.SerializeToString())
+        made = _InferResponse.FromString(self._head)
+        made.raw_output_contents.extend(map(bytes, self._raws))  # one at a time
+        return made
 
 
 def _varint(number: int) -> bytes:
