@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -72,9 +73,10 @@ def dynamo(src: Artifact, opset: int, out: Path) -> list[str]:
 
     from .complex.numbers import in_real_numbers
 
-    # torch.export finds a condition on an open dim, such as ``if x.shape[1] > 512``, and records its sizes. In a named
-    # dim with a range, it would leave out a condition that no size in the range meets.
-    dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items() if bounds.step != 1}
+    # torch.export records the conditions on the size of an open dim, such as ``if x.shape[1] > 512``. For a dim with a
+    # range, it would leave out the conditions that the range decides, and record the range itself.
+    steps = {name: bounds for name, bounds in src.signature.dims.items() if bounds.step != 1}
+    dims = {name: export_dim(name, replace(bounds, min=bounds.step), open_end=True) for name, bounds in steps.items()}
     outputs = _output_names(src)
     module = named(src)
 
