@@ -209,8 +209,13 @@ def build(
             tensor_check.check_same(module, tried, ranks.tp, exact=exact, sequence=p.sequence_parallel)
     ddp = ranks.tp is None and ranks.pp is None
     if ranks.pp is not None:
+        # FSDP2 would hold a second copy of the parameters in the passes of a single data-parallel rank. Parameters that
+        # tensor parallel cuts need FSDP2, so that the other parameters are DTensors too.
+        single = ranks.averaged == 1 and ranks.tp is None and not p.offload
         for stage in stages:
-            shard(stage.module, ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks)
+            shard(
+                stage.module, None if single else ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks
+            )
         run = pipeline.Pipelined(stages, config, ranks, loss)
         return Built(module=module, passes=run, inputs=inputs, advice=advice, flops=flops)
     if ranks.world > 1:

@@ -241,7 +241,7 @@ class Trainer:
         self.scale.update(finite=finite)
         if self.scale.hopeless:
             raise TrainingFailed(self._hopeless(mean))
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(keep=self.built.alike and self.accumulation > 1)
         self.step += 1
         found = {"loss": mean, "lr": rate, "grad_norm": norm, "targets": counted}
         found |= {name: value / counted for name, value in zip(further, sums, strict=True)}

@@ -179,9 +179,14 @@ class MasterOptimizer:
         for tensor in self._states(part):
             self.disk.keep(tensor)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, keep: bool = False) -> None:
+        """Drops the gradients. With ``keep``, fills them with zeros, because they are views of DDP's buckets. Otherwise
+        the first micro-batch of the next step would make a second set of gradients, beside the buckets."""
         for parameter in self.parameters:
-            parameter.grad = None
+            if keep and parameter.grad is not None:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
         if self.gradients is not None:
             self.gradients.drop()
 

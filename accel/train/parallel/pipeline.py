@@ -334,7 +334,8 @@ class Pipelined:
         if self.last:
             target = torch.cat([one_tensor(y, "a pipeline") for _, y in batches]).to(self.ranks.device)
         with loss_parallel():  # a loss over a sharded vocabulary needs this context for its backward pass
-            self.schedule.step(*inputs, **({"target": target} if self.last else {}))
+            # Without return_outputs=False, torch keeps the outputs of all micro-batches, and then copies them together.
+            self.schedule.step(*inputs, return_outputs=False, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         # The last ``count`` entries of ``pairs`` are the losses of this step. Before the first step, torch also calls
