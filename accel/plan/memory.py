@@ -8,7 +8,8 @@ number of parameters on a rank before ZeRO shards them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from accel.errors import BadConfig
 from accel.spelling import option
@@ -22,10 +23,10 @@ class Memory:
     """The device memory, in bytes, of the rank that needs the most memory. ``host`` is the number of bytes that this
     rank keeps in host memory under CPU offload. ``disk`` is the number of bytes that this rank keeps on its disk.
 
-    ``activations`` is None if the model's shape isn't known. ``stepping`` is the number of bytes that the optimizer's
-    step needs. The optimizer's step begins after the activations and temporary buffers are freed. ``teacher`` is the
-    number of bytes of a teacher's weights. ``growing`` is the number of bytes of gradients that take the place of
-    activations during the backward pass.
+    Each part of the memory is given at its own peak. ``activations`` is None if the model's shape isn't known.
+    ``stepping`` is the number of bytes that the optimizer's step needs in addition to the model states. ``teacher`` is
+    the number of bytes of a teacher's weights. ``instants`` has the bytes of all parts together at the instants of a
+    step that may be the fullest (``accel.plan.peak``). Without instants, all parts are in memory at the same time.
     """
 
     parameters: float
@@ -38,7 +39,7 @@ class Memory:
     disk: float = 0.0
     stepping: float = 0.0
     teacher: float = 0.0
-    growing: float = 0.0
+    instants: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def model_states(self) -> float:
@@ -47,18 +48,19 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Returns the peak memory in bytes, either in the forward and backward passes or in the optimizer's step."""
-        passes = (self.activations or 0.0) + self.temporary + self.kv_cache - self.growing
-        return self.model_states + self.teacher + max(passes, self.stepping)
+        """Returns the peak memory in bytes, at the fullest instant of a step."""
+        if self.instants:
+            return max(self.instants.values())
+        return self.model_states + self.teacher + (self.activations or 0.0) + self.temporary + self.kv_cache
 
 
 def stage_params(spec: ModelSpec, layout: Layout) -> float:
     """Returns the number of parameters on a rank of the largest pipeline stage, before ZeRO shards them.
 
     With a single stage, a rank has P / t parameters. With several stages, the first stage has the embedding and the
-    last stage has the head. The largest stage then has ceil(L / p) layers and the embedding, and a rank holds 1 / t of
-    their parameters. If t doesn't divide the vocabulary size V, the first ranks hold one more row of the embedding than
-    the last ranks.
+    last stage has the head. The largest stage then has ceil(L / p) layers, and either the embedding or the other
+    parameters outside the layers. A rank holds 1 / t of their parameters. If t doesn't divide the vocabulary size V,
+    the first ranks hold one more row of the embedding than the last ranks.
     """
     more = (-spec.vocab % layout.tp) / layout.tp * spec.hidden
     if layout.pp == 1:
@@ -68,7 +70,8 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
             f"pipeline parallel needs the number of layers; pass the number as {option('layers')} together with "
             f"{option('pp')} (with accel train: --shape.layers=4)"
         )
-    return (-(-spec.layers // layout.pp) * spec.layer + spec.embedding) / layout.tp + more
+    ends = max(spec.embedding, spec.outside - spec.embedding)
+    return (-(-spec.layers // layout.pp) * spec.layer + ends) / layout.tp + more
 
 
 def rank_params(spec: ModelSpec, layout: Layout) -> list[tuple[float, int]]:
@@ -102,9 +105,16 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     whole, shard = sum(psi for psi, _ in parts), sum(psi / ranks for psi, ranks in parts)
     held = [shard if layout.zero >= stage else whole for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
-    # hpZ keeps a second copy of the parameters (ZeRO++ section 3.2)
-    hpz = weight * whole / layout.hpz if layout.hpz else 0.0
-    return weight * held[0] + hpz, gradient * held[1], state * held[2]
+    return weight * held[0] + second_shards(spec, layout), gradient * held[1], state * held[2]
+
+
+def second_shards(spec: ModelSpec, layout: Layout) -> float:
+    """Returns the bytes of the second copy of the blocks' parameters that hpZ keeps in shards over ``hpz`` ranks
+    (ZeRO++ section 3.2). The parameters outside the blocks are gathered once for both passes, and have no second copy.
+    """
+    if not layout.hpz:
+        return 0.0
+    return PRECISIONS[layout.precision][0] * (stage_params(spec, layout) - spec.outside) / layout.hpz
 
 
 def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
@@ -119,7 +129,7 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     psi = stage_params(spec, layout)
     state = master + MOMENTS[layout.optimizer] * moment
     host = (weight + gradient + (0 if layout.disk else state)) * psi / layout.shards
-    second = weight * psi / layout.hpz if layout.hpz else 0.0
+    second = second_shards(spec, layout)
     return weight * psi if layout.zero < 3 else second, gradient * psi if layout.zero == 1 else 0.0, host
 
 
@@ -175,31 +185,39 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
     """Returns the peak bytes of activations over all ranks, or None if the model's shape isn't known. The peak is on
-    the rank of a pipeline's first or last stage. A rank has L / p layers, and holds the activations of these layers for
-    the number of micro-batches that ``in_flight`` returns. The last stage also holds the float32 log-probabilities (4 s
-    b V / t bytes), the inputs of the last norm and of the head, the token ids and the targets. The last stage holds its
-    output tensors for one micro-batch, or for all micro-batches in GPipe. With ``full`` recomputation, the rank also
-    holds the activations of one whole layer at a time.
+    the rank of a pipeline's first or last stage. With ``full`` recomputation, the rank also holds the activations of
+    one whole layer at a time.
     """
+    kept = kept_activations(spec, layout)
+    if kept is None:
+        return None
+    again = layout.recompute == "full" and spec.is_transformer
+    return max(kept) + (layer_activations(spec, replace(layout, recompute="none")) if again else 0.0)
+
+
+def kept_activations(spec: ModelSpec, layout: Layout) -> tuple[float, float] | None:
+    """Returns the bytes that are kept for the backward pass on the rank of the first stage, and on the rank of the last
+    stage while it computes the loss. Returns None if the model's shape isn't known.
+
+    A rank has L / p layers, and holds the activations of these layers for the number of micro-batches that
+    ``in_flight`` returns. The last stage also holds the float32 log-probabilities (4 s b V / t bytes), the inputs of
+    the last norm and of the head, the token ids and the targets. The last stage holds its output tensors for one
+    micro-batch, or for all micro-batches in GPipe.
+    """
+    element = PRECISIONS[layout.precision][4]
     if not spec.is_transformer:
-        if not spec.activation_bytes:
-            return None
-        element = PRECISIONS[layout.precision][4]
-        return spec.activation_bytes * layout.micro_batch * element / 4
+        whole = spec.activation_bytes * layout.micro_batch * element / 4
+        return (whole, whole) if spec.activation_bytes else None
     each = -(-spec.layers // layout.pp) * layer_activations(spec, layout)
     first, last = in_flight(layout)
-    held = first * each
+    tail = 0.0
     if spec.vocab:
-        element = PRECISIONS[layout.precision][4]
         tokens = spec.seq * layout.micro_batch / layout.cp
         narrow = layout.tp if layout.sequence_parallel else 1
         wide = 4 if layout.precision.startswith("autocast") else element
         tail = 4 * tokens * -(-spec.vocab // layout.tp) + (wide / narrow + element) * tokens * spec.hidden
         tail += (8 / narrow + 16) * tokens
-        held = max(held, last * each + (last if layout.pipeline == "gpipe" else 1) * tail)
-    if layout.recompute == "full":
-        held += layer_activations(spec, replace(layout, recompute="none"))
-    return held
+    return first * each, last * each + (last if layout.pipeline == "gpipe" else 1) * tail
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
@@ -231,31 +249,52 @@ def in_flight(layout: Layout) -> tuple[float, float]:
     return min(m, first), min(m, last)
 
 
-def temporary(spec: ModelSpec, layout: Layout) -> float:
-    """Returns an estimate of the bytes of temporary buffers. The estimate does not count every tensor.
-
-    In ZeRO 3, a rank holds the gathered parameters of two blocks, because one block is prefetched while another is in
-    use. A rank also holds the parameters outside the blocks, and the gradients of one block. In ZeRO 2, a rank holds
-    the gradients of one block until they are reduced. Autocast keeps a 2-byte copy of every weight that the backward
-    pass needs. The loss takes 8 s b V / t bytes for the float32 gradients of log-probabilities and logits. The gradient
-    of a sharded embedding takes V h elements until the gradient is sharded. Under gradient accumulation, the
-    embedding's gradient is sharded after the last micro-batch.
-    """
-    weight, gradient, *_ = PRECISIONS[layout.precision]
+def block_params(spec: ModelSpec, layout: Layout) -> float:
+    """Returns the number of parameters on a rank of the largest block, which FSDP2 gathers and reduces at once."""
     block = spec.block / layout.tp
     if layout.ep > 1:
         block -= (1 - 1 / layout.ep) * spec.expert_params / max(1, spec.mixtures)
+    return block
+
+
+def temporary(spec: ModelSpec, layout: Layout) -> float:
+    """Returns an estimate of the bytes of temporary buffers. The buffers don't all exist at the same time.
+
+    In ZeRO 3, a rank holds the gathered parameters of two blocks, because one block is prefetched while another is in
+    use. A rank also holds the parameters outside the blocks, and the gradients of one block. In ZeRO 2, a rank holds
+    the gradients of one block until they are reduced. The gradient of a sharded embedding takes V h elements until the
+    gradient is sharded. Under gradient accumulation, the embedding's gradient is sharded after the last micro-batch.
+    ``autocast_copies`` and ``loss_gradients`` tell the other buffers.
+    """
+    weight, gradient, *_ = PRECISIONS[layout.precision]
+    block = block_params(spec, layout)
     held = gradient * block if layout.zero >= 2 else 0.0
     held += gradient * spec.embedding * (1 - 1 / layout.tp)
     if layout.zero == 3:
         held += 2 * weight * block + weight * spec.outside / layout.tp
         if layout.disk_parameters:  # the shards of two blocks are read, or gradients of that size are written
             held += 2 * weight * block / layout.shards
-    if layout.precision.startswith("autocast"):
-        held += 2 * sum(psi for psi, _ in rank_params(spec, layout))
-    if spec.is_transformer:
-        held += 8 * spec.seq * layout.micro_batch * spec.vocab / (layout.tp * layout.cp)
-    return held
+    held += autocast_copies(spec, layout)
+    return held + loss_gradients(spec, layout)
+
+
+def loss_gradients(spec: ModelSpec, layout: Layout) -> float:
+    """Returns the bytes of temporary tensors in the backward pass of the cross entropy.
+
+    PyTorch makes the float32 gradients of the log-probabilities and of the logits, 8 s b V / t bytes. Under tensor
+    parallel, torch's ``loss_parallel`` makes three tensors of this size instead of two: the targets, the probabilities
+    and their sum (``_nll_loss_and_log_softmax_backward``).
+    """
+    if not spec.is_transformer:
+        return 0.0
+    return (12 if layout.tp > 1 else 8) * spec.seq * layout.micro_batch * spec.vocab / (layout.tp * layout.cp)
+
+
+def autocast_copies(spec: ModelSpec, layout: Layout) -> float:
+    """Returns the bytes of autocast's 2-byte copies of the weights of matrix products. The embedding isn't one."""
+    if not layout.precision.startswith("autocast"):
+        return 0.0
+    return 2 * (sum(psi for psi, _ in rank_params(spec, layout)) - spec.embedding / layout.tp)
 
 
 def stepping(spec: ModelSpec, layout: Layout) -> float:
@@ -278,47 +317,6 @@ def stepping(spec: ModelSpec, layout: Layout) -> float:
     shards = layout.shards if layout.zero else 1
     part = max(DISK_PART, 12 * spec.embedding / layout.tp / shards)  # a larger tensor is a part of its own
     return min(3 * part, states) + min(part, copied)
-
-
-def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
-    """Returns the memory that a rank needs for training."""
-    parameters, gradients, optimizer = model_states(spec, layout)
-    host, disk = 0.0, optimizer if layout.disk else 0.0
-    if layout.disk:
-        optimizer = 0.0
-    if layout.disk_parameters:
-        disk, parameters, gradients = disk + parameters + gradients, 0.0, 0.0
-    if layout.offload:
-        optimizer = 0.0
-        parameters, gradients, host = offloaded(spec, layout)
-    return Memory(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations(spec, layout),
-        temporary=temporary(spec, layout),
-        host=host,
-        disk=disk,
-        stepping=stepping(spec, layout),
-        teacher=4.0 * spec.teacher,  # every rank holds the whole teacher in float32
-        growing=growing(spec, layout, gradients),
-    )
-
-
-def growing(spec: ModelSpec, layout: Layout, gradients: float) -> float:
-    """Returns the bytes of the ``gradients`` that aren't in memory yet when the activations are at their peak.
-
-    If a step has one micro-batch, each layer's gradients are made while its activations are freed. The layers of a
-    transformer are alike, so the memory changes linearly from the activations to the gradients, and the larger of the
-    two counts. At the end of the backward pass, the activations of one layer are still there. DDP keeps its buckets of
-    gradients from step to step.
-    """
-    ddp = layout.zero == 0 and layout.world > 1 and layout.tp * layout.pp == 1
-    if layout.accumulation > 1 or ddp or not spec.is_transformer:
-        return 0.0
-    layer = layer_activations(spec, replace(layout, recompute="none"))
-    passes = (activations(spec, layout) or 0.0) + temporary(spec, layout)
-    return max(0.0, min(gradients, passes - layer))
 
 
 def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element: float = 2.0) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 from accel.errors import BadConfig
 from accel.spelling import option
 
-from .memory import Memory, training_memory
+from .memory import Memory
+from .peak import training_memory
 from .rules import Axes, fit_problems, layout_problems
 from .spec import Layout, Machine, ModelSpec
 from .traffic import StepTime, bubble, disk_bytes, flops, host_bytes, step_time, traffic

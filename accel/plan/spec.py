@@ -125,8 +125,10 @@ class ModelSpec:
 
     @property
     def layer(self) -> int:
-        """Returns the number of parameters of one layer, without embeddings."""
-        return (self.params - self.embedding) // self.layers if self.layers else 0
+        """Returns the number of parameters of one layer, without embeddings. If ``outside`` is unknown, a head that
+        doesn't share the embedding's table is spread over the layers.
+        """
+        return (self.params - (self.outside or self.embedding)) // self.layers if self.layers else 0
 
 
 def transformer_params(spec: ModelSpec) -> int:

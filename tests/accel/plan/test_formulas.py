@@ -16,8 +16,8 @@ from accel.plan.memory import (
     model_states,
     stage_params,
     temporary,
-    training_memory,
 )
+from accel.plan.peak import training_memory
 from accel.plan.search import search
 from accel.plan.spec import Layout, Machine, ModelSpec, quantity
 from accel.plan.traffic import (

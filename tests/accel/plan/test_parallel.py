@@ -93,9 +93,8 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
     assert second <= found.parameters <= second * 1.002
     # The plan counts the second shards and ZeRO's own shards of the parameters. ZeRO's own shards take 2 bytes per
     # parameter. The optimizer's states take 12 bytes per parameter, so the test divides their size by 6. The plan
-    # counts all parameters as sharded, but each rank holds all of the parameters outside the blocks. Therefore the test
-    # adds the bytes that the plan leaves out.
-    planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
+    # counts the gathered parameters outside the blocks as temporary memory, so the test adds their bytes.
+    planned = model_states(spec, layout)[0] + 2 * spec.outside
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
     assert sent <= found.sent * 1.0001 <= sent * 1.002

@@ -11,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from accel.examples.gpt import GPT, GPTConfig
 from accel.plan.measure import spec_of
-from accel.plan.memory import stepping, training_memory
+from accel.plan.peak import training_memory
 from accel.plan.spec import Layout
 from accel.train.config.schema import OptimizerConfig
 from accel.train.loss import cross_entropy
@@ -76,17 +76,12 @@ def _peaks(layout: Layout) -> tuple[int, int]:
         {"world": 8, "zero": 2, "precision": "fp32", "micro_batch": 4, "accumulation": 1},
     ],
 )
-def test_a_rank_holds_at_most_what_is_planned(kind: dict[str, object]) -> None:
-    """Fails if the peak memory of a rank exceeds the plan by over 5%, or if the plan exceeds the peak by over 25%. If a
-    step has one micro-batch, gradients take the place of activations, and the plan may exceed the peak by 5%. The peak
-    includes temporary tensors of the passes and of the optimizer's step. For small batches, the peak is in the
-    optimizer's step."""
+def test_a_rank_holds_what_is_planned(kind: dict[str, object]) -> None:
+    """Fails if the planned peak of the passes or of the whole step differs from the measured peak by over 5%. The peak
+    includes temporary tensors. For small batches, the peak is in the optimizer's step."""
     layout = Layout(**{"accumulation": 2, **kind})  # type: ignore[arg-type]
     passes, whole = _peaks(layout)
-    spec = replace(spec_of(GPT(SHAPE)), seq=SHAPE.seq)
-    memory = training_memory(spec, layout)
-    assert whole <= memory.total * 1.05
-    assert memory.total <= whole * (1.05 if layout.accumulation == 1 and layout.recompute == "none" else 1.25)
-    held = memory.model_states + (memory.activations or 0) + memory.temporary - memory.growing
-    assert passes / 1.05 <= held <= passes * 1.33
-    assert stepping(spec, layout) > 0
+    memory = training_memory(replace(spec_of(GPT(SHAPE)), seq=SHAPE.seq), layout)
+    assert memory.total == pytest.approx(whole, rel=0.05)
+    planned = max(size for instant, size in memory.instants.items() if instant != "step")
+    assert planned == pytest.approx(passes, rel=0.05)

@@ -18,7 +18,8 @@ from accel.cli import group, run
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
 from accel.plan.measure import SavedBytes, spec_of
-from accel.plan.memory import activations, layer_activations, model_states, stage_params, training_memory
+from accel.plan.memory import activations, layer_activations, model_states, stage_params
+from accel.plan.peak import training_memory
 from accel.plan.search import Plan, search
 from accel.plan.spec import Layout, Machine, ModelSpec
 from accel.plan.traffic import data_parallel_bytes, host_bytes, step_time

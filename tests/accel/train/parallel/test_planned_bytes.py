@@ -38,7 +38,7 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
     passing = weights
     if layout.zero == 3:  # each rank holds hpZ's second shards and all of the parameters outside the blocks
         passing = weights - (shard if layout.hpz else 0)
-        passing += (width - width / (layout.hpz or 4)) * spec.outside
+        passing += (width if layout.hpz else width - width / 4) * spec.outside
     kept = [rank["bytes"][name] for rank in results[4]["ranks"]]
     for what, formula, bytes_ in (
         # With ZeRO 1, 2 or 3, a rank holds only shards of the parameters between steps.
