@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import os
 import sys
 import tempfile
 import threading
@@ -337,7 +336,6 @@ def legacy(src: Artifact, opset: int, out: Path) -> list[str]:
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
-        stack.enter_context(_native_streams_aside())
         stack.enter_context(_lengths_of_tensors(module))
         stack.enter_context(_roots())
         exported = stack.enter_context(_apart(out))
@@ -402,22 +400,3 @@ def named(src: Artifact) -> Any:
 
     names = [spec.name for spec in src.signature.inputs]
     return NamedModule(module_of(src), names, [spec.name for spec in src.signature.outputs]).eval()
-
-
-@contextlib.contextmanager
-def _native_streams_aside() -> Iterator[None]:
-    """Silences file descriptors 1 and 2, because the older exporter prints warnings. If the older exporter fails, it
-    also prints the whole graph."""
-    kept = {}
-    for stream in (1, 2):
-        with contextlib.suppress(OSError):  # the stream is closed
-            kept[stream] = os.dup(stream)
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            for stream in kept:
-                os.dup2(nowhere.fileno(), stream)
-        yield
-    finally:
-        for stream, copy in kept.items():
-            os.dup2(copy, stream)
-            os.close(copy)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
 import re
 import shlex
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +19,7 @@ from accel.signature.conditions import Condition, breaking_sizes, ranges_held
 from accel.sources.onnx.file import describe, external_files, read_without_weights
 from accel.sources.output_specs import farthest
 from accel.sources.torch.probe.random_draws import lines_with
+from accel.sources.torch.quiet_export import quiet_export
 from accel.spelling import is_command_line, option
 from accel.stage import GateResult, Proof, StageConfig
 from accel.tables.limits import EXPORT_LIMITS
@@ -100,7 +98,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
         report(f"onnx_from_torch: {rung}")
         try:
-            with _quiet(), value_branches() if rung == "legacy" else nullcontext(()) as traced:
+            with quiet_export(), value_branches() if rung == "legacy" else nullcontext(()) as traced:
                 # The older exporter finds no conditions, but its graph also holds one side of them.
                 conditions = _RUNGS[rung](src, config.opset, out) or conditions
             if rung == "legacy":
@@ -168,7 +166,7 @@ def _read(src: Artifact, branches: Collection[tuple[str, int]], *, exporting: bo
     """Returns the lines of the model's source code that read values of the inputs. ``branches`` has the lines of
     branches that the older exporter found. If ``exporting`` is true, the model runs as it does inside
     ``torch.export``."""
-    with _quiet(), during_export() if exporting else nullcontext():
+    with quiet_export(), during_export() if exporting else nullcontext():
         return places(named(src), example(src), branches)
 
 
@@ -241,7 +239,7 @@ def _fails(src: Artifact, sizes: Mapping[str, int]) -> str:
     from accel.sources.torch.call import run_named
 
     try:
-        with _quiet():
+        with quiet_export():
             run_named(named(src), src.signature, src.signature.example_inputs(**sizes))
     except Exception as error:  # a model may raise anything
         return one_line(error, 160) or type(error).__name__
@@ -254,7 +252,8 @@ def _called(src: Artifact, operators: Sequence[str]) -> str:
     import torch
 
     for operator in operators:
-        with contextlib.suppress(Exception), _quiet(), torch.no_grad():  # an exporter has already reported a failure
+        # An exporter has already reported a failure.
+        with contextlib.suppress(Exception), quiet_export(), torch.no_grad():
             if found := lines_with(operator, lambda: named(src)(*example(src))):
                 return f"{operator} at {found}"
     return operators[0]
@@ -273,7 +272,7 @@ def _packs(src: Artifact) -> bool:
             return func(*args, **(kwargs or {}))
 
     try:
-        with _quiet(), torch.no_grad(), Watch():
+        with quiet_export(), torch.no_grad(), Watch():
             named(src)(*example(src))
     except Exception:  # an exporter has already reported this failure
         pass
@@ -358,27 +357,6 @@ def _output_gate(src: Artifact, proof: Proof) -> OutputGate:
     error is the default for the precision of ``src``."""
     gates = [gate for gate in proof.gates if isinstance(gate, OutputGate)]
     return gates[0] if gates else OutputGate(limit=EXPORT_LIMITS[src.properties.get("precision", "fp32")])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the prints, logs and warnings of exporters."""
-    names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", "torch.fx.experimental.symbolic_shapes")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
 
 
 _RUNGS: dict[str, Callable[[Artifact, int, Path], list[str]]] = {

@@ -15,6 +15,7 @@ from accel.errors import BuildFailed, StageFailed, one_line
 from accel.progress import report
 from accel.sources.onnx.file import opset_of, read_proto
 from accel.sources.torch.dims import export_dim
+from accel.sources.torch.quiet_export import one_export
 from accel.stage import StageConfig
 
 from .torch_operators import OPERATORS, OperatorNotThere, tensor
@@ -64,7 +65,8 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
     # can only be exported with upper bounds.
     for bounded in (False, True):
         try:
-            program = torch.export.export(module, args, dynamic_shapes=(_dynamic(src, bounded),))
+            with one_export:
+                program = torch.export.export(module, args, dynamic_shapes=(_dynamic(src, bounded),))
             break
         except StageFailed:
             raise

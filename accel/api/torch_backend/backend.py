@@ -21,6 +21,7 @@ from accel.cache import StageCache
 from accel.errors import AccelError, UsageError, one_line, shortened
 from accel.runtimes.base import BaseSession, open_session
 from accel.sources.source import Source, SourceOptions
+from accel.sources.torch.quiet_export import one_export
 
 from ..as_onnx import as_onnx
 from ..optimize import optimize
@@ -228,7 +229,8 @@ class _Part:
         )
         # torch.export marks the dynamic dims in the tensors themselves, and would find the marks of the last attempt.
         own = tuple(value.clone() for value in inputs)
-        program = torch.export.export(module, own, dynamic_shapes=(shapes,) if any(shapes) else None)
+        with one_export:
+            program = torch.export.export(module, own, dynamic_shapes=(shapes,) if any(shapes) else None)
         if self._options:
             return optimize(program, **self._options).session
         return open_session(as_onnx(Source.of(program), StageCache()).artifact)
