@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from accel.artifact import Artifact, canonical_json
 from accel.errors import BadData, one_line
-from accel.signature import DimRange, IntegerRanges, Signature, numpy_dtype, other_sizes
+from accel.signature import BATCH, DimRange, IntegerRanges, Signature, numpy_dtype, other_sizes
 from accel.spelling import option
 
 if TYPE_CHECKING:
@@ -236,6 +236,18 @@ def check_values(data: Path, signature: Signature, *, declared: bool = False) ->
             )
 
 
+def check_samples_first(signature: Signature) -> None:
+    """Raises ``BadData`` if the batch of an input isn't on axis 0, along which the samples of the data lie."""
+    for spec in signature.inputs:
+        if BATCH in spec.shape[1:] and spec.shape[0] != BATCH:
+            axis = spec.shape.index(BATCH)
+            raise BadData(
+                f"input {spec.name!r} has the {BATCH} on axis {axis}, but the samples of the data lie along axis 0; "
+                f"wrap the model in a module that passes on {spec.name}.transpose(0, {axis}), and give the batch first "
+                "in the example and in the data"
+            )
+
+
 def single_array(file: Path) -> BadData:
     """Returns the error to raise if ``file`` is a .npy file instead of an .npz file."""
     return BadData(f"{file} is a single array; save it by name, one array per input: numpy.savez({file.stem}, x=...)")
@@ -266,6 +278,7 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     import numpy as np
 
     where = place(file)
+    check_samples_first(signature)
     with open_npz(file) as archive:
         # For an archive member without an array header, numpy returns bytes.
         arrays = {name: np.asarray(archive[name]) for name in archive.files}

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from accel.errors import BadData, one_line
 from accel.signature import Signature
 
-from .data import at_sizes, batch_plan, data_files, fitting, single_array
+from .data import at_sizes, batch_plan, check_samples_first, data_files, fitting, single_array
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,6 +98,7 @@ class _Opened:
         self._signature = signature
         self._stack = ExitStack()
         self._members: dict[str, _Member] = {}
+        check_samples_first(signature)
         try:
             self._open()
             self._check_counts()

@@ -16,7 +16,7 @@ from accel.artifact import Artifact
 from accel.child import resolve
 from accel.errors import BadFeeds, MissingExtra
 from accel.runtimes.base import Session, default_runtime, get_runtime, open_session
-from accel.signature import Feeds, Signature
+from accel.signature import BATCH, Feeds, Signature
 
 from .disturbance import Counters, usage
 from .energy import EnergyCounter
@@ -233,8 +233,11 @@ class BlockRunner:
 
 
 def batch_of(signature: Signature, feeds: Feeds) -> int:
-    """Returns the number of samples in ``feeds``: the size of the first dim, or 1 if the inputs have different first
-    dims."""
+    """Returns the number of samples in ``feeds``: the size of the dim called ``batch``, or else of the first dim, or 1
+    if the inputs have different first dims."""
+    for spec in signature.inputs:
+        if BATCH in spec.shape:
+            return int(feeds[spec.name].shape[spec.shape.index(BATCH)])
     first = {feeds[spec.name].shape[0] for spec in signature.inputs if spec.shape}
     return first.pop() if len(first) == 1 else 1
 
