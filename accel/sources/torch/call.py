@@ -24,6 +24,7 @@ from accel.spelling import options
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
 from .arguments import Called
 from .probe.changed_state import changes_words
+from .probe.checked_bags import checked_bags
 from .probe.fitting_inputs import fitting_inputs
 from .probe.integer_bounds import smaller_tables
 from .probe.random_draws import random_draws
@@ -156,7 +157,8 @@ def run_own(module: NamedModule, signature: Signature, feeds: Mapping[str, np.nd
         if module.writes_inputs is not False:
             tensors = [tensor.clone() for tensor in tensors]
     before = [tensor._version for tensor in tensors]
-    with torch.inference_mode():
+    small = any(tensor.numel() <= 1 for tensor in tensors)  # the checks of larger inputs would slow down a benchmark
+    with torch.inference_mode(), checked_bags(module) if small else contextlib.nullcontext():
         result = module.call(*tensors)
         module.writes_inputs = module.writes_inputs or [tensor._version for tensor in tensors] != before
         return result
@@ -179,7 +181,8 @@ class Runs:
             known = Run.of(self.name, "torch", feeds)
             found = None if again else kept_outputs.find(known)
             if found is None:
-                found = run_named(module, signature, feeds)
+                with checked_bags(module):
+                    found = run_named(module, signature, feeds)
                 kept_outputs.keep(known, found)
             return found
 

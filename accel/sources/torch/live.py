@@ -42,6 +42,7 @@ from .call import flatten, to_array, to_tensor
 from .fingerprint import code_and_attributes_sha256, script_bytes, state_sha256, tensor_sha256
 from .found import Found
 from .probe.changed_state import changes_words
+from .probe.checked_bags import checked_bags
 
 SUFFIX = ".module"
 _EXAMPLE = "example.pt"
@@ -261,7 +262,7 @@ def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
 def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, torch.Tensor]:
     """Returns the outputs of one forward pass by name."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), checked_bags(module):
             result = module(**tensors) if not hasattr(module, "templates") else module(*tensors.values())
     except AccelError:  # the error message already names the fix
         raise

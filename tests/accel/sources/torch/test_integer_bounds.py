@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from accel.proof.gates import OutputGate
 from accel.signature import DimRange, IntegerRanges, Signature, TensorSpec
 from accel.signature.bounds import bound_at, dims_of, parse_bound, substituted
 from accel.sources.notes import source_notes
+from accel.sources.torch.probe.checked_bags import checked_bags
 
 NET = """
 import torch
@@ -361,3 +364,52 @@ def test_integers_of_the_example(tmp_path: Path) -> None:
     assert made.signature.input("boxes").sample == (((1, 2, 30, 40),),)
     torch.export.save(torch.export.export(Bags(), bags), tmp_path / "bags.pt2")
     accel.export(tmp_path / "bags.pt2", out=tmp_path / "again.onnx")
+
+
+BAGS = """
+import torch
+import accel
+
+class Bags(torch.nn.Module):
+    def __init__(self, include: bool):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.randn(20, 4))
+        self.include = include
+
+    def forward(self, items, offsets):
+        return torch.nn.functional.embedding_bag(
+            items, self.rows, offsets, padding_idx=0, include_last_offset=self.include
+        )
+
+example = (torch.tensor([1, 2, 0, 3, 4, 5]), torch.tensor([0, 2, 4, 6]))
+axes = {"items": {0: "n"}, "offsets": {0: "bags"}}
+for model in (Bags(False), Bags(True), torch.jit.script(Bags(True))):
+    made = accel.Source(model, example=example, dynamic=axes, dims={"bags": (2, 4, 8)}).open()
+    print(made.signature.input("offsets"), made.source["not_empty"]["bags"])
+"""
+
+
+def test_no_bags_do_not_end_the_process(tmp_path: Path) -> None:
+    """Fails if accel runs a model on no bags. PyTorch then reads beyond the end of the offsets, if the model has a
+    ``padding_idx``, and the user's process ends with a segmentation fault."""
+    (tmp_path / "bags.py").write_text(BAGS)
+    ran = subprocess.run([sys.executable, tmp_path / "bags.py"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    plain, ended, script = ran.stdout.splitlines()
+    said = "offsets:int64[bags] the 0 offsets of an embedding bag make no bag; give at least"
+    assert [plain, ended] == [f"{said} 1", f"{said} 2"]
+    assert "failed in the TorchScript interpreter" in script
+
+
+def test_one_offset_is_an_error_if_it_ends_the_last_bag() -> None:
+    """Fails if a declared range makes accel run a model on no bags."""
+    bags = torch.nn.EmbeddingBag(20, 4, mode="sum", padding_idx=0, include_last_offset=True)
+    with pytest.raises(ValueError, match="the 1 offsets of an embedding bag make no bag"), checked_bags(bags):
+        bags(torch.arange(3), torch.tensor([0]))
+    with (
+        pytest.raises(ValueError, match="have to be sorted, from 0 to the number of its indices 3"),
+        checked_bags(bags),
+    ):
+        bags(torch.arange(3), torch.tensor([0, 3, 1]))
+    with checked_bags(bags):
+        assert bags(torch.arange(3), torch.tensor([0, 1, 1, 3])).shape == (3, 4)
