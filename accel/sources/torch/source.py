@@ -34,7 +34,7 @@ from .pretrained.encoder_decoder import ENCODER, DecoderPart, EncoderPart, about
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
 from .probe.integer_bounds import bounds_words, columns_words, find_bounds, with_samples, with_table_ranges
-from .probe.taken_sizes import guessed_within_reach, reach_words, refused_empty
+from .probe.taken_sizes import guessed_within_reach, reach_words, refused_empty, shared_batch
 from .saved import open_exported_program, open_torchscript, weights_without_code
 from .train_folder import open_train_folder
 from .weights import DTYPES
@@ -114,7 +114,7 @@ def open_torch(
     bounded = find_bounds(signature, run, found.tensors)
     words = "; ".join(filter(None, (columns_words(signature), bounds_words(signature, bounded))))
     # An exported program may have guards that its ranges don't tell, so its ranges are guesses too.
-    known = {*ranges, *(declared if found.path.suffix != ".pt2" else ()), bounded.batch_dim}
+    known = {*ranges, *(declared if found.path.suffix != ".pt2" else ()), shared_batch(bounded)}
     guessed = [dim for dim in bounded.dims if dim not in known]
     signature = guessed_within_reach(bounded, run, guessed)
     reached = reached or reach_words(bounded, signature)

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel.signature import BATCH, DimRange, Signature, TensorSpec
+from accel.signature import DimRange, Signature, TensorSpec
 
 from ...declare import input_example
 from ...output_specs import probe_cases
 from ..call import NamedModule, Runs
-from ..probe.taken_sizes import runs_at, within_reach
+from ..probe.taken_sizes import runs_at, shared_batch, within_reach
 
 # The largest text length in a range that accel chooses. Gates run the model with texts up to this length, and longer
 # texts would take too long.
@@ -76,7 +76,8 @@ def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRa
         run = runs.of(NamedModule(module, [spec.name for spec in asked.inputs]), asked)
         if len(found) > 1 and not all(runs_at(asked, run, case) for case in probe_cases(asked)):
             continue
-        return within_reach(asked, run, [dim for dim in asked.dims if dim not in fixed and dim != BATCH])
+        known = {*fixed, shared_batch(asked)}
+        return within_reach(asked, run, [dim for dim in asked.dims if dim not in known])
     return found[0]
 
 

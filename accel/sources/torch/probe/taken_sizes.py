@@ -18,6 +18,13 @@ def runs_at(signature: Signature, run: Run, sizes: Mapping[str, int]) -> bool:
     return not _failure(signature, run, sizes)
 
 
+def shared_batch(signature: Signature) -> str | None:
+    """Returns the batch dim if it is the first axis of every input, or else None. A model that has inputs with another
+    first axis may not take every batch: the offsets of bags, for example, are at most the number of items."""
+    batch = signature.batch_dim
+    return batch if all(spec.shape[:1] in ((batch,), ()) for spec in signature.inputs) else None
+
+
 def within_reach(signature: Signature, run: Run, dims: Iterable[str]) -> Signature:
     """Returns ``signature`` with the ranges of ``dims`` narrowed to the sizes that ``run`` takes. A range stays as it
     is if ``run`` fails at every tested size."""

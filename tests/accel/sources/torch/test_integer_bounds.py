@@ -413,3 +413,21 @@ def test_one_offset_is_an_error_if_it_ends_the_last_bag() -> None:
         bags(torch.arange(3), torch.tensor([0, 3, 1]))
     with checked_bags(bags):
         assert bags(torch.arange(3), torch.tensor([0, 1, 1, 3])).shape == (3, 4)
+
+
+def test_bags_without_named_axes(tmp_path: Path) -> None:
+    """Fails if accel refuses a model of bags because it takes the items for a batch of any size, while their number is
+    at least the last offset of the example. The advice of the session for other offsets is followed."""
+    model, items = Bags(), torch.arange(6)
+    example = (items, torch.tensor([0, 2, 4]))
+    source = accel.Source(model, example=example)
+    assert "the range of batch begins at 4" in " ".join(source_notes(source.open()))
+    with accel.load(accel.export(source, out=tmp_path / "bags.onnx")) as session:
+        more = (torch.arange(8), torch.tensor([0, 3, 3]))
+        torch.testing.assert_close(session(*more), model(*more))
+        with pytest.raises(BadFeeds, match=r"with dynamic=\{'offsets': \{0: 'size_0'\}\}"):
+            session(items, torch.tensor([0, 1, 2, 4]))
+    advised = accel.export(model, example=example, dynamic={"offsets": {0: "size_0"}}, out=tmp_path / "advised.onnx")
+    with accel.load(advised) as session:
+        fewer = (items, torch.tensor([0, 3]))
+        torch.testing.assert_close(session(*fewer), model(*fewer))
