@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from accel.errors import BadData, one_line
 from accel.signature import Signature
 
-from .data import at_sizes, batch_plan, check_samples_first, data_files, fitting, single_array
+from .data import at_sizes, batch_plan, check_samples_first, data_files, fitting, place, single_array
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,12 +68,12 @@ class SampleStream:
         most = max((shape[0] for shape in wanted.values() if shape), default=1)
         with closing(_Opened(file, self.signature)) as opened:
             count = len(opened)
-            place = start % count
-            around = place + most > count
-            first, number = (0, count) if around else (place, most)
+            at = start % count
+            around = at + most > count
+            first, number = (0, count) if around else (at, most)
             opened.pass_over(first)
             part = opened.read(number, first)
-        return at_sizes(self.signature, part, sizes, place - first)
+        return at_sizes(self.signature, part, sizes, at - first)
 
     def batch_count(self, size: int, limit: int | None = None) -> int:
         """Returns the number of batches that ``batches`` yields."""
@@ -115,15 +115,15 @@ class _Opened:
             if not member.shape:
                 spec = self._signature.input(name)
                 raise BadData(
-                    f"{self._file}: input {name!r} has shape [], but the model takes {spec}; change the shape"
+                    f"{place(self._file)}: input {name!r} has shape [], but the model takes {spec}; change the shape"
                 )
             if len(member) != len(self):
                 raise BadData(
-                    f"{self._file}: input {name!r} has {len(member)} samples, but input {first!r} has {len(self)} "
-                    "samples; give every input the same number of samples"
+                    f"{place(self._file)}: input {name!r} has {len(member)} samples, but input {first!r} has "
+                    f"{len(self)} samples; give every input the same number of samples"
                 )
         if not len(self):
-            raise BadData(f"{self._file} holds no samples; save at least one")
+            raise BadData(f"{place(self._file)} holds no samples; save at least one")
 
     def _open(self) -> None:
         archive = self._stack.enter_context(zipfile.ZipFile(self._file))
@@ -132,8 +132,8 @@ class _Opened:
             if spec.name not in names:
                 has = ", ".join(sorted(names)) or "none"
                 raise BadData(
-                    f"{self._file} has no array {spec.name!r} (its arrays: {has}); name the arrays like the model's "
-                    "inputs"
+                    f"{place(self._file)} has no array {spec.name!r} (its arrays: {has}); name the arrays like the "
+                    "model's inputs"
                 )
             stream = self._stack.enter_context(archive.open(f"{spec.name}.npy"))
             says = archive.getinfo(f"{spec.name}.npy").file_size
@@ -209,4 +209,4 @@ def _unreadable(file: Path, error: Exception) -> BadData:
         if stream.read(len(_NPY)) == _NPY:
             return single_array(file)
     reason = one_line(error, 120)
-    return BadData(f"can't read {file} as .npz ({reason}); write the file with numpy.savez")
+    return BadData(f"can't read {place(file)} as .npz ({reason}); write the file with numpy.savez")

@@ -18,6 +18,7 @@ from accel.signature import Signature
 from accel.spelling import option
 from accel.tables.kinds import KINDS, framework_suffixes, kind_of
 
+from .argument_kinds import check_kinds
 from .declare import Dims, Inputs, parse_dims, parse_inputs
 from .hub.download import Located, locate
 from .hub.model_id import model_id
@@ -109,6 +110,7 @@ class Source:
     decoder: bool | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(vars(self))
         # Sessions and results of accel.optimize have the attribute ``artifact``.
         made = getattr(self.spec, "artifact", None)
         if isinstance(made, Artifact):
@@ -314,6 +316,7 @@ def known_keywords(function: Callable[_Given, _Result]) -> Callable[_Given, _Res
                 close = get_close_matches(name, known, n=1)
                 fix = f"write {close[0]}=" if close else f"the keywords are {', '.join(known)}"
                 raise TypeError(f"{function.__name__}() has no keyword {name!r}; {fix}")
+        check_kinds(kwargs)
         return function(*args, **kwargs)
 
     return checked

@@ -89,7 +89,8 @@ class Judge:
         if self.metric is not None and data is None:
             raise UsageError(f"a metric needs data; pass {options('data', 'eval_data')}")
         if self.metric is not None and not callable(self.metric):
-            raise UsageError(f"the metric {self.metric_name} is not a function; give a function of (outputs, data)")
+            given = self.metric_name or repr(self.metric)
+            raise UsageError(f"the metric {given} is not a function; give a function of (outputs, data)")
         self._stream = SampleStream(data, source.signature) if data else None
         self._batch, self._skip, self._count = self._part_of_the_data(skip)
         self.saw_all = bool(skip) and self.metric is None and not self._skip
