@@ -82,3 +82,30 @@ def test_a_transformer_of_torch_with_a_causal_mask(tmp_path: Path) -> None:
     with accel.load(made) as session, torch.no_grad():
         torch.testing.assert_close(session(source, target), net(source, target), rtol=1e-4, atol=1e-5)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+class _Integers(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.where(y == 0, 7, y)
+        return (
+            *(torch.div(x, by, rounding_mode=mode) for mode in ("trunc", "floor") for by in (y, 7, -7)),
+            *(torch.fmod(x, by) for by in (y, 7, -7)),
+            *(x // by for by in (y, 7, -7)),
+            *(x % by for by in (y, 7, -7)),
+            7 // y,
+            *(rounded(x) for rounded in (torch.ceil, torch.floor, torch.round, torch.trunc)),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8], ids=str)
+def test_integers_are_divided_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Fails if the file divides integers as floats, which are exact only up to 2^24 or 2^53, or rounds a negative
+    quotient in the wrong direction."""
+    most = torch.iinfo(dtype).max
+    numbers = [0, 1, 6, 7, 13, 100, 2**24 + 3, 1_999_999_999, 2**53 + 1, 2**62 + 1]
+    x = torch.tensor([sign * n for sign in (1, -1) for n in numbers if n <= most], dtype=dtype)
+    y = torch.tensor([7, -7, 3, -100, 5, -2, 9] * 3, dtype=dtype)[: len(x)]
+    made = accel.export(_Integers(), example=(x, y), out=tmp_path / "m.onnx", simplify=False)
+    with accel.load(made) as session:
+        for got, wanted in zip(session(x, y), _Integers()(x, y), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
