@@ -79,7 +79,8 @@ class GateResult:
         """Returns the value and the limit as text, or the note if the comparison gave no finite value."""
         if self.value is None or self.limit is None or self.value >= NOT_FINITE:
             return self.note or "the reference is all zeros, and this is not"
-        return f"{self.metric} is {self.value:.3g}, the limit is {self.limit:.3g}"
+        why = f" ({self.note})" if self.note and not self.limit else ""
+        return f"{self.metric} is {self.value:.3g}, the limit is {self.limit:.3g}{why}"
 
 
 class Gate(Protocol):

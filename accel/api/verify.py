@@ -17,7 +17,7 @@ from accel.decoders.proof import DecoderGate, whole_logits
 from accel.decoders.replay import Replay
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report, shows_progress
-from accel.proof.compare import Difference, compare, holds_floats, worst
+from accel.proof.compare import INTEGERS_ALONE, Difference, compare, holds_floats, worst
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, Bound, DimRange, Feeds, Signature, TensorSpec
 from accel.signature.decoder import IDS, LOGITS, Cache, is_decoder, is_stateful, step_sizes
@@ -168,6 +168,7 @@ def verify(
     cases: list[str] = []
     problems: list[str] = []
     errors: dict[str, list[np.ndarray]] = {}
+    unequal: set[str] = set()
     for case, wanted, got in _whole_texts(first, second) if other_form else ():
         found.append(compare(wanted, got))
         cases.append(case)
@@ -186,6 +187,8 @@ def verify(
                 raise failed_on_data(error, samples_path, feeds, first.signature, second.signature) from error
             found.append(compare(wanted, got))
             cases.append(case)
+            near = {d.output for d in found[-1] if 0 < d.rel_l2 <= limit and not holds_floats(wanted[d.output])}
+            unequal |= near and near & one.integers_alone(cast_feeds(one, feeds))
             for name in (d.output for d in found[-1] if not d.problem and _by_sample(first, feeds, wanted[d.output])):
                 errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
     note = (
@@ -208,6 +211,10 @@ def verify(
             problems.append(f"output {name!r}: {difference.problem}")
         elif difference.rel_l2 > limit:
             problems.append(f"output {name!r}: rel_l2 {difference.rel_l2:.3g} is over the limit {limit:g}")
+        elif name in unequal:
+            problems.append(
+                f"output {name!r}: its integers differ by up to {difference.max_abs:.15g}; {INTEGERS_ALONE}"
+            )
         elif middle.get(name, 0.0) > limit:
             problems.append(
                 f"output {name!r}: half of the samples have a relative error of {middle[name]:.3g} or more, over the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from accel.runtimes.base import ROUNDED, BaseSession, Session, SessionOptions, d
 from accel.signature import Signature, new_names
 from accel.stage import NOT_FINITE, GateResult, path_sha256
 
-from .compare import Difference, compare
+from .compare import INTEGERS_ALONE, Difference, compare, holds_floats
 from .room import MemoryRoom
 from .stream import SampleStream
 
@@ -90,6 +90,7 @@ class OutputGate:
             note = f"{out.kind} can't run on this machine; run accel verify on a machine that can"
             return [self._not_run("all", note)]
         results: list[GateResult] = []
+        near: dict[int, Mapping[str, np.ndarray]] = {}  # the feeds of results whose integers differ by little
         feeds_by_case = list(draw())
         refused: list[RunFailed] = []
         too_large: dict[str, str] = {}
@@ -114,12 +115,21 @@ class OutputGate:
                         raise
                     reason = one_line(error)
                     raise GateFailed(f"the model that the stage made fails on inputs ({case}): {reason}") from error
-                results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
+                for one in compare(wanted, found):
+                    if 0 < one.rel_l2 <= self.limit and not holds_floats(wanted[one.output]):
+                        near[len(results)] = feeds
+                    results.append(output_result(self.name, case, one, self.limit))
         # The source model has to accept all random inputs, because random inputs fit the signature. The source model
         # may refuse some of the user's samples, because a sample that is cut to the dim sizes of a test case may become
         # invalid. If the source model refuses all samples, the gate raises the first error.
         if refused and not (self.data and results):
             raise refused[0]
+        if near:
+            with ExitStack() as stack:
+                exact = Outputs(src, gate_runtime(src), stack).integers_alone(next(iter(near.values())))
+            for index in near:
+                if results[index].output in exact:
+                    results[index] = replace(results[index], limit=0.0, passed=False, note=INTEGERS_ALONE)
         return results + [self._not_run(case, note) for case, note in too_large.items()]
 
     def _not_run(self, case: str, note: str) -> GateResult:
@@ -258,6 +268,11 @@ class Outputs:
             found = detached(self._session.run(cast_feeds(self._session, feeds)))
         kept_outputs.keep(run, found)
         return found
+
+    def integers_alone(self, feeds: Mapping[str, np.ndarray]) -> frozenset[str]:
+        """Returns the names of the outputs that have to be equal (see ``BaseSession.integers_alone``)."""
+        session = self._session or self._stack.enter_context(open_session(self._artifact, self._runtime, PATIENT))
+        return session.integers_alone(cast_feeds(session, feeds))
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> Run:
         return Run.of(self._digest, str(self._runtime), feeds)

@@ -130,7 +130,11 @@ def check_samples(
                 nan, samples = nan + nan_samples(found), samples + count
                 for one in compare(wanted, found):
                     apart = Furthest(one.rel_l2, one.output, f"samples {done} to {done + count - 1} of {place(file)}")
-                    if holds_floats(wanted[one.output]) and not one.rel_l2 <= tolerance:
+                    if holds_floats(wanted[one.output]):
+                        wrong = not one.rel_l2 <= tolerance
+                    else:
+                        wrong = bool(one.rel_l2 and beside) and one.output in beside.integers_alone(feeds)
+                    if wrong:
                         raise _not_the_source(src, apart, one.problem)
                     furthest = max(furthest, apart, key=lambda f: f.rel_l2)
                 done += count

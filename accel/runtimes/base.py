@@ -194,6 +194,12 @@ class BaseSession(ABC):
         outputs = self._run(wide)
         return self._empty_as_declared(outputs, sizes) if 0 in sizes.values() else outputs
 
+    def integers_alone(self, feeds: Feeds) -> frozenset[str]:  # noqa: ARG002
+        """Returns the names of the outputs that hold integers or bools, and that the model computes from ``feeds``
+        without a float. Every correct form of the model gives these outputs exactly. If a runtime can't tell, the
+        result is empty."""
+        return frozenset()
+
     def _run_error(self, failed: str, fix: str, feeds: Feeds) -> RunFailed:
         """Makes the error for a run that failed on ``feeds``. If a dim of ``feeds`` is beyond its range, the error
         names the dim. Otherwise the error ends with ``fix``."""

@@ -20,6 +20,7 @@ from accel.errors import AccelError, BadConfig, InvalidModel, MissingExtra, Unsu
 from accel.machine import trim_memory
 from accel.signature import Feeds, decoder, numpy_dtype, shapes_of
 from accel.sources.onnx.file import PACKED_WEIGHTS
+from accel.sources.onnx.integers_alone import integers_alone
 from accel.sources.onnx.refusal import plain_reason
 
 from .base import BaseSession, SessionOptions
@@ -76,6 +77,9 @@ class OnnxRuntimeSession(BaseSession):
         dtypes = {value.name: _dtype(value.type) for value in self.session.get_inputs()}
         kept = Counter(decoder.precision_name(dtypes[spec.name]) for spec in (layout.past[::2] if layout else ()))
         return dict(kept)
+
+    def integers_alone(self, feeds: Feeds) -> frozenset[str]:  # noqa: ARG002
+        return integers_alone(self.artifact.path)
 
     def _check_cache(self, wanted: str) -> None:
         if list(self.cache_kept_in()) != [wanted]:

@@ -9,7 +9,8 @@ import torch
 from accel.artifact import Artifact
 from accel.errors import one_line
 from accel.signature import Feeds, shapes_of
-from accel.sources.torch.call import NamedModule, run_named
+from accel.sources.torch.call import NamedModule, run_named, run_own
+from accel.sources.torch.probe.integers_alone import integers_alone
 from accel.sources.torch.source import module_of
 
 from .base import BaseSession, SessionOptions
@@ -36,6 +37,12 @@ class TorchSession(BaseSession):
         except Exception as error:  # a model may raise any type of error
             failed = f"{self.artifact.path} fails in PyTorch at {shapes_of(feeds)}: {one_line(error, 200)}"
             raise self._run_error(failed, "; check the inputs' values", feeds) from error
+
+    def integers_alone(self, feeds: Feeds) -> frozenset[str]:
+        def run() -> dict[str, torch.Tensor]:
+            return self.module.by_name(run_own(self.module, self.signature, feeds))
+
+        return integers_alone(run)
 
     def _run_bare(self, feeds: Feeds) -> dict[str, np.ndarray]:
         """Returns the outputs by name. Doesn't change the errors that PyTorch or the model raises."""

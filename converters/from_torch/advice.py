@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.proof.compare import difference, holds_floats
 from accel.sources.torch.call import flatten, in_training, run_named, to_array, to_tensor
+from accel.spelling import option
 from accel.stage import GateResult
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
         return ""
     outputs = {result.output for results in off for result in results}
     whole = sorted(name for name in outputs if name in found and not holds_floats(found[name]))
+    if all(result.limit == 0 for results in off for result in results):
+        small = [f"{replace(spec, values=None)}{{0..1000}}" for spec in src.signature.inputs if "int" in spec.dtype][:1]
+        return f"; if the model's numbers are smaller than those, give their range with {option('inputs', small)}"
     if all(off) and whole and len(whole) == len(outputs):
         return (
             f"; only the integers of {', '.join(map(repr, whole))} differ, all floats agree: topk, argmax and sort "

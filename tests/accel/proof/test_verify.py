@@ -196,6 +196,32 @@ def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> 
     assert "Default: random inputs" in " ".join(cli("verify", "--help").stdout.split())
 
 
+def divided(path: Path, *nodes: onnx.NodeProto) -> Artifact:
+    shape, numbers = (build.INT64, ["n"]), {"by": 7, "by_float": np.float32(7), "more": np.float32(32)}
+    return build.artifact(path, list(nodes), {"x": shape}, {"y": shape}, numbers)
+
+
+def test_integers_without_floats_are_equal(cli: Any, tmp_path: Path) -> None:
+    """Fails if verify accepts integers that another form of the model computes in float32, because they differ by less
+    than the limit of rounding. Also fails if verify asks for equal integers where the reference rounds floats, or if a
+    difference beyond 2^53 goes unnoticed."""
+    to, back = build.node("Cast", "x", "f", to=build.FLOAT), build.node("Cast", "q", "y", to=build.INT64)
+    exact = divided(tmp_path / "exact.onnx", build.node("Div", "x by", "y"))
+    rounded = divided(tmp_path / "rounded.onnx", to, build.node("Div", "f by_float", "q"), back)
+    other = divided(
+        tmp_path / "other.onnx", to, build.node("Div", "f by_float", "p"), build.node("Sub", "p more", "q"), back
+    )
+    data = build.save_data(tmp_path / "d.npz", x=np.arange(1_999_999_991, 2_000_000_000))
+    ran = cli("verify", exact.path, rounded.path, "--data", data)
+    said = "output 'y': its integers differ by up to 13; the model computes these integers from integers alone"
+    assert (ran.code, said in " ".join(ran.stdout.split())) == (1, True), ran.stdout
+    assert accel.verify(exact, exact, data=data).passed
+    found = accel.verify(rounded, other, data=data)
+    assert found.passed
+    assert found.outputs["y"].max_abs > 0
+    assert difference("y", np.array([2**53 + 1]), np.array([2**53])).rel_l2 > 0
+
+
 def test_two_different_signatures(cli: Any, digits: Artifact, minilm: Artifact) -> None:
     """Checks that verify refuses to compare two models that take different inputs."""
     ran = cli("verify", digits.path, minilm.path, "-q")

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import accel
+from accel.converters.from_torch import missing_operators, onnx_from_torch
+from accel.errors import ExportFailed
 
 ROWS = torch.tensor([0, 2, 2, 1, 2])
 
@@ -109,3 +111,21 @@ def test_integers_are_divided_exactly(dtype: torch.dtype, tmp_path: Path) -> Non
     with accel.load(made) as session:
         for got, wanted in zip(session(x, y), _Integers()(x, y), strict=True):
             torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+class _Divided(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.div(x, 7, rounding_mode="trunc"), (x.float() / 7).to(torch.int64)
+
+
+def test_the_gate_asks_for_equal_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an export passes whose integers are only nearly those of PyTorch, or if the advice fails when it is
+    followed. The second output rounds floats, and needs no equality. Without accel's translation, the exporter divides
+    integers as floats, which is exact for small numbers."""
+    monkeypatch.setattr(missing_operators, "_of_integers", dict)
+    monkeypatch.setitem(onnx_from_torch._RUNGS, "legacy", onnx_from_torch._RUNGS["dynamo"])
+    only: Any = {"out": tmp_path / "m.onnx"}
+    said = r"output_0 has an error of .*from integers alone.*give their range with inputs=\['x:int64\[n\]\{0..1000\}'\]"
+    with pytest.raises(ExportFailed, match=said):
+        accel.export(_Divided(), inputs=["x:int64[n]{0..2000000000}"], **only)
+    assert accel.export(_Divided(), inputs=["x:int64[n]{0..1000}"], **only).path.is_file()
