@@ -42,9 +42,15 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode() + bytes(_bytes(tensor))).hexdigest()
 
 
-def _bytes(tensor: torch.Tensor) -> bytes | memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of ``tensor`` as uint8[bytes]. A dim of size 1 may have any stride in a contiguous tensor, such
+    as ``tokens[:, 0]`` of one row, but torch only views a tensor of stride 1 as bytes."""
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return as_bytes(tensor.cpu()).numpy().data
 
 
 def code_sha256(module: torch.nn.Module) -> str:

@@ -27,6 +27,7 @@ from accel.artifact import file_sha256
 from accel.errors import CannotWrite, one_line
 from accel.sources.python_object import SOURCE
 from accel.sources.run_folder import CONFIG
+from accel.sources.torch.fingerprint import as_bytes
 from accel.sources.torch.train_folder import INDEX, INPUTS
 
 from ..batch import named_inputs
@@ -63,7 +64,7 @@ def _send(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) 
     dist.send_object_list([shapes], dst=0, group=group)
     for tensor in tensors.values():
         if tensor.numel():
-            dist.send(tensor.flatten().view(torch.uint8), dst=0, group=group)
+            dist.send(as_bytes(tensor), dst=0, group=group)
 
 
 def _receive(source: int, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:

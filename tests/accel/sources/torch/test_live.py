@@ -371,6 +371,16 @@ def test_scalars_keep_their_shape(tmp_path: Path) -> None:
         torch.testing.assert_close(session(X, torch.tensor(3.0)), (X * 3).mean())
 
 
+def test_a_column_of_one_row_is_an_example() -> None:
+    """Fails if a column of a batch of one row, a tensor of one element with the stride of the row, breaks the hash of
+    the example."""
+    module = nn.Sequential(nn.Embedding(60, 4))
+    tokens = torch.arange(7)[None]
+    assert tokens[:, 0].stride() == (7,)
+    made = accel.export(module, example=(tokens[:, 0],), dynamic={"input": {}})
+    torch.testing.assert_close(accel.load(made)(tokens[:, 0]), module(tokens[:, 0]))
+
+
 def test_random_numbers_are_the_reason() -> None:
     """Checks that the error for a model that draws random numbers names the random numbers as the reason."""
     with pytest.raises(BadSource, match="draws random numbers"):
