@@ -90,7 +90,14 @@ def open_grammar(
             "can't follow a grammar; add eos_token_id to generation_config.json, or leave out "
             f"{option('json_schema')} and {option('grammar')}"
         )
-    tokenizer = LLTokenizer(decoder.tokenizer.definition(), decoder.vocabulary, list(decoder.tokens.ends))
+    definition = _without_prefix(decoder.tokenizer.definition())
+    try:
+        tokenizer = LLTokenizer(definition, decoder.vocabulary, list(decoder.tokens.ends))
+    except ValueError as error:
+        raise UsageError(
+            f"llguidance can't use this tokenizer ({one_line(error, 120)}); leave out {option('json_schema')} and "
+            f"{option('grammar')}"
+        ) from error
     if json_schema is not None:
         what, text = option("json_schema"), _schema(json_schema)
         made = LLMatcher.grammar_from_json_schema(text, overrides=_SPACES)
@@ -100,6 +107,25 @@ def open_grammar(
     if matcher.is_error():
         raise UsageError(f"{what} is not valid ({one_line(matcher.get_error(), 200)}); correct it")
     return Grammar(matcher, decoder.vocabulary)
+
+
+def _without_prefix(definition: str) -> str:
+    """Returns the content of tokenizer.json for a tokenizer that puts no space before a text. llguidance encodes the
+    text that a grammar asks for next, and a space before this text isn't in the grammar."""
+    found = json.loads(definition)
+
+    def change(part: Any) -> None:
+        if not isinstance(part, dict):
+            return
+        if "add_prefix_space" in part:
+            part["add_prefix_space"] = False
+        if "prepend_scheme" in part:
+            part["prepend_scheme"] = "never"
+        for inner in part.get("pretokenizers") or ():
+            change(inner)
+
+    change(found.get("pre_tokenizer"))
+    return json.dumps(found, ensure_ascii=False)
 
 
 def _schema(given: str | Path | Mapping[str, Any]) -> str:

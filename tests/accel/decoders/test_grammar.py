@@ -53,6 +53,23 @@ def test_answers_follow_the_schema(folder: Path, options: dict[str, Any]) -> Non
         assert 0 <= found["age"] <= 20
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_tokenizer_with_a_space_before_each_text(folder: Path, tmp_path: Path, sequence: bool) -> None:
+    """Fails if the space that the tokenizer puts before a text is taken as the beginning of the text that the grammar
+    asks for."""
+    copy = shutil.copytree(folder, tmp_path / "dec")
+    found = json.loads((copy / "tokenizer.json").read_text())
+    assert found["pre_tokenizer"]["type"] == "ByteLevel"
+    found["pre_tokenizer"]["add_prefix_space"] = True
+    if sequence:
+        found["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [found["pre_tokenizer"]]}
+    (copy / "tokenizer.json").write_text(json.dumps(found))
+    schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"], "additionalProperties": False}
+    (text,) = accel.generate(copy, "x", json_schema=schema, max_new_tokens=30).texts
+    assert text is not None
+    assert json.loads(text) == {"a": 3}
+
+
 def test_a_grammar(folder: Path, tmp_path: Path) -> None:
     """Fails if a grammar given as a file or as a text isn't followed, or a draft changes the answer."""
     import re
@@ -96,12 +113,18 @@ def test_bad_grammars(bad: str, folder: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_a_grammar_needs(folder: Path, tmp_path: Path) -> None:
-    """Fails if a decoder without a tokenizer or without an end gets stuck, or a schema that nothing fits ends in a
-    traceback."""
+    """Fails if a decoder without a tokenizer or without an end gets stuck, or if a tokenizer of another kind or a
+    schema that nothing fits ends in a traceback."""
     copy = shutil.copytree(folder, tmp_path / "dec")
     (copy / "tokenizer.json").unlink()
     with pytest.raises(BadSource, match=r"has no tokenizer"):
         accel.generate(copy, [[5]], json_schema={})
+    other = shutil.copytree(folder, tmp_path / "other")
+    found = json.loads((other / "tokenizer.json").read_text())
+    found["decoder"] = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
+    (other / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(UsageError, match=r"^llguidance can't use this tokenizer \(.*; leave out json_schema="):
+        accel.generate(other, "a", json_schema={})
     with pytest.raises((UsageError, RunFailed), match=r"is not valid|allows no token"):
         _ = accel.generate(folder, "a", json_schema={"type": "integer", "minimum": 5, "maximum": 3}).ids
 
