@@ -133,7 +133,7 @@ def bisect(
         raise UsageError(f"{limit} is not a valid limit; give a relative error such as 0.001")
     if samples < 1:
         raise UsageError(f"{samples} samples are too few; give at least 1")
-    feeds = _feeds(first, path_of(data), samples)
+    feeds = _feeds(first, path_of(data), samples, _fixed_sizes(first, second))
     notes += filter(None, [rounding_note(path_of(data), first.signature)])
     search = Bisection(read_detached(first.path), read_detached(second.path), feeds, limit=limit).search(scan=scan)
     return BisectReport(
@@ -196,7 +196,26 @@ def _last_onnx(artifact: Artifact) -> Artifact | None:
     return found if found.digest == record["input"] else None
 
 
-def _feeds(artifact: Artifact, data: Path | None, samples: int) -> list[dict[str, np.ndarray]]:
+def _fixed_sizes(first: Artifact, second: Artifact) -> dict[str, int]:
+    """Returns the sizes of the dims that are dynamic in ``first`` and fixed in ``second``. Raises ``UsageError`` if a
+    dim is fixed at another size in both."""
+    theirs = {spec.name: spec for spec in second.signature.inputs}
+    found: dict[str, int] = {}
+    for spec in first.signature.inputs:
+        other = theirs[spec.name]
+        for own, size in zip(spec.shape, other.shape, strict=True):
+            if isinstance(own, str) and isinstance(size, int):
+                own = found.setdefault(own, size)
+            if isinstance(own, int) and isinstance(size, int) and own != size:
+                raise UsageError(
+                    f"the two models have different inputs: {spec} and {other}; give two versions of one model"
+                )
+    return {dim: size for dim, size in found.items() if dim in first.signature.dims}
+
+
+def _feeds(
+    artifact: Artifact, data: Path | None, samples: int, fixed: Mapping[str, int]
+) -> list[dict[str, np.ndarray]]:
     from accel.proof.data import Dataset
 
     if data is not None:
@@ -210,4 +229,4 @@ def _feeds(artifact: Artifact, data: Path | None, samples: int) -> list[dict[str
     batch = artifact.signature.batch_dim
     most = min(artifact.signature.dims[batch].max, samples, _BATCH) if batch else 0
     sizes = {batch: artifact.signature.dims[batch].down(most)} if batch else {}
-    return [artifact.signature.example_inputs(**sizes)]
+    return [artifact.signature.example_inputs(**{**sizes, **fixed})]

@@ -18,7 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel.errors import RunFailed, one_line
 from accel.progress import report
+from accel.signature import shapes_of
+from accel.spelling import option
 
 from .compare import Difference, difference, worst
 from .tensor_match import Graph, Match, match_tensors, module_path
@@ -212,8 +215,8 @@ class Bisection:
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         self.runs += 1
         there = [self.match.tensors[name] for name in names]
-        first = _asked(self.sides[0], feeds, names)
-        second = _asked(self.sides[1], feeds, there)
+        first = _asked("reference", self.sides[0], feeds, names)
+        second = _asked("candidate", self.sides[1], feeds, there)
         for name, other in zip(names, there, strict=True):
             yield name, first.pop(name), second[other]
 
@@ -276,8 +279,16 @@ class Bisection:
         )
 
 
-def _asked(side: RoundedModel, feeds: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, np.ndarray]:
-    return side.run(feeds, list(dict.fromkeys(names)))
+def _asked(
+    role: str, side: RoundedModel, feeds: Mapping[str, np.ndarray], names: Sequence[str]
+) -> dict[str, np.ndarray]:
+    try:
+        return side.run(feeds, list(dict.fromkeys(names)))
+    except Exception as error:  # the errors of ONNX Runtime have no base class of their own
+        raise RunFailed(
+            f"the {role} fails on the inputs {shapes_of(feeds)} ({one_line(error, 160)}); give two versions of one "
+            f"model, and {option('data')} that both take"
+        ) from error
 
 
 def _differ(name: str, reference: np.ndarray, candidate: np.ndarray) -> Difference:

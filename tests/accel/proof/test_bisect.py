@@ -287,6 +287,30 @@ def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_
     assert "Traceback" not in ran.stderr
 
 
+def scaled(path: Path, shape: list[Any], factor: Any) -> Artifact:
+    spec = (FLOAT, shape)
+    return artifact(path, [node("Mul", "x k", "y")], {"x": spec}, {"y": spec}, {"k": np.asarray(factor, np.float32)})
+
+
+def test_models_of_other_widths(cli: Any, tmp_path: Path) -> None:
+    """Fails if two models that take other sizes end in an internal error, or if a model with a fixed size isn't
+    compared with its dynamic form."""
+    eight = scaled(tmp_path / "8.onnx", ["batch", 8], 2.0)
+    nine = scaled(tmp_path / "9.onnx", ["batch", 9], 2.0)
+    free = scaled(tmp_path / "free.onnx", ["batch", "n"], 3.0)
+    other = scaled(tmp_path / "other.onnx", ["batch", "n"], np.arange(9))
+    ran = cli("bisect", eight.path, nine.path, "-q")
+    assert ran.code == 2
+    assert "x:float32[batch,8] and x:float32[batch,9]; give two versions of one model" in ran.stderr
+    found = bisect(free, eight).divergence
+    assert found is not None
+    assert found.tensor == "y"
+    ran = cli("bisect", free.path, other.path, "-q")
+    assert ran.code
+    assert "the candidate fails on the inputs x [8, " in ran.stderr
+    assert "should not have happened" not in ran.stderr
+
+
 def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: Path) -> None:
     """Checks that bisect uses and names the ONNX file that an IR was converted from."""
     pytest.importorskip("openvino")
