@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import Artifact, manifest_path
+from accel.artifact import Artifact, combined_sha256, file_sha256, manifest_path
 from accel.cache import StageCache
 from accel.child import run_in_child
 from accel.errors import BadInputSpec, ChildCrashed, InvalidModel
@@ -18,6 +18,7 @@ from accel.spelling import option
 
 from ..nearby import or_nearby
 from .light import read_light
+from .output_shapes import with_output_shapes, without_shape
 from .refusal import plain_reason, refused_by_checker
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
 # The name under which the cache keeps the results of ``check``. If ``check`` changes, this name has to change too,
 # because results of the old ``check`` may still be in the cache.
-PROBED = "probed-2"
+PROBED = "probed-3"
 
 # Tensors of at most this size are read into memory, because graph rewrites and shape inference need their values.
 SMALL_BYTES = 1 << 16
@@ -44,8 +45,12 @@ _PRECISIONS = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
-    """Reads the ONNX model in ``path``. Without ``weights``, leaves out the external data. Raises ``InvalidModel`` if
-    the file is missing, empty or no ONNX model."""
+    """Reads the ONNX model in ``path``. Without ``weights``, leaves out the external data. Outputs without a declared
+    shape get the shape that onnx infers. Raises ``InvalidModel`` if the file is missing, empty or no ONNX model."""
+    return with_output_shapes(_read_as_is(path, weights))
+
+
+def _read_as_is(path: Path, weights: bool = False) -> onnx.ModelProto:
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -69,12 +74,16 @@ def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
 def read_without_weights(path: Path) -> onnx.ModelProto:
     """Reads the ONNX model in ``path``. Weights of more than ``SMALL_BYTES`` may have no values. Raises
     ``InvalidModel`` in the same cases as ``read_proto``."""
+    return with_output_shapes(_light_as_is(path))
+
+
+def _light_as_is(path: Path) -> onnx.ModelProto:
     from google.protobuf.message import DecodeError
 
     if path.is_file() and path.stat().st_size > _LARGE_FILE_BYTES:
         with contextlib.suppress(ValueError, DecodeError):  # read_proto says what is wrong with the file
             return read_light(path, SMALL_BYTES, detached=False)
-    return read_proto(path)
+    return _read_as_is(path)
 
 
 def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
@@ -173,6 +182,11 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
     import onnx
 
     kind = value.type.tensor_type
+    if value.type.HasField("tensor_type") and not kind.HasField("shape"):
+        raise InvalidModel(
+            f"tensor {value.name!r} has no declared shape, and none follows from the graph; export the model again "
+            "with the shapes of its inputs and outputs"
+        )
     if not value.type.HasField("tensor_type"):
         raise InvalidModel(
             f"the value {value.name!r} is a {value.type.WhichOneof('value')}, but inputs and outputs have "
@@ -279,6 +293,9 @@ def open_onnx(
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, and ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't match the model.
     """
+    if probe and without_shape(_light_as_is(path)):
+        # The inference of shapes is native code, which a hostile file may crash.
+        probe_apart(path, combined_sha256([file_sha256(path)]), cache or StageCache())
     signature, properties = describe(path)
     if not signature.outputs:
         raise InvalidModel(f"{path} has no outputs; export the model again")
@@ -387,7 +404,10 @@ def check(path: Path) -> str | None:
     ONNX Runtime accept the file."""
     import onnxruntime
 
-    if fault := refused_by_checker(str(path), lambda: read_without_weights(path).graph.node):
+    model = read_without_weights(path)
+    inferred = bool(without_shape(_light_as_is(path)))
+    checked = not inferred or not without_shape(model)
+    if checked and (fault := refused_by_checker(model if inferred else str(path), lambda: model.graph.node)):
         return fault
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from .file import SMALL_BYTES, external_files, read_proto, read_without_weights
 from .light import read_light
+from .output_shapes import with_output_shapes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +62,7 @@ def read_detached(path: Path) -> onnx.ModelProto:
     files = [path.with_name(name) for name in external_files(read_without_weights(path))]
     if not files and path.stat().st_size > DETACHED_BYTES:
         with contextlib.suppress(ValueError, DecodeError):  # read_proto says what is wrong with the file
-            return read_light(path, SMALL_BYTES, detached=True)
+            return with_output_shapes(read_light(path, SMALL_BYTES, detached=True))
     model = read_proto(path)
     if sum(file.stat().st_size for file in files if file.is_file()) <= DETACHED_BYTES:
         return read_proto(path, weights=True)

@@ -322,3 +322,36 @@ def test_an_old_opset_is_brought_into_the_range_of_the_target(shipped: Any, tmp_
     ]
     assert chains
     assert all(chain[0] == "onnx_from_onnx" for chain in chains)
+
+
+def test_outputs_without_a_declared_shape(cli: Any, tmp_path: Path) -> None:
+    """Fails if accel refuses a file that ONNX Runtime runs, because an output of the file has no declared shape. If no
+    shape follows from the graph, the message must name the tensor."""
+    made = artifact(
+        tmp_path / "m.onnx",
+        [node("GlobalAveragePool", "x", "p"), node("Flatten", "p", "y")],
+        {"x": (TensorProto.FLOAT, ["n", 3, "h", "w"])},
+        {"y": (TensorProto.FLOAT, ["n", 3])},
+    )
+    model = onnx.load(str(made.path))
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    bare = tmp_path / "bare.onnx"
+    onnx.save(model, str(bare))
+    opened = accel.Source(bare).open()
+    assert [len(spec.shape) for spec in opened.signature.outputs] == [2]
+    out = accel.export(bare, opset=21, out=tmp_path / "out.onnx")
+    assert [spec.shape for spec in out.signature.outputs] == [("n", 3)]
+    assert accel.verify(bare, out).passed
+    model.graph.node.append(helper.make_node("Unknown", ["p"], ["z"], domain="com.other"))
+    model.opset_import.append(helper.make_opsetid("com.other", 1))
+    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    onnx.save(model, str(tmp_path / "other.onnx"))
+    ran = cli("inspect", tmp_path / "other.onnx", "-q")
+    assert ran.code
+    assert "'z'" in ran.stderr or "com.other:Unknown" in ran.stderr, ran.stderr
+    model.graph.node[-1].CopyFrom(helper.make_node("Reshape", ["p", "to"], ["z"]))
+    model.graph.input.append(helper.make_tensor_value_info("to", TensorProto.INT64, ["rank"]))
+    onnx.save(model, str(tmp_path / "rank.onnx"))
+    ran = cli("inspect", tmp_path / "rank.onnx", "-q")
+    assert ran.code
+    assert "tensor 'z' has no declared shape, and none follows from the graph" in ran.stderr
