@@ -16,6 +16,7 @@ from accel.errors import AccelError, BadInputSpec, CannotWrite, GateFailed, Unkn
 from accel.folders.writing import writing
 from accel.optimizer.publish import check_no_decoder
 from accel.progress import shows_progress
+from accel.signature import new_names
 from accel.signature.decoder import Cache
 from accel.sources.source import Model, Source, SourceOptions, check_name, known_keywords
 from accel.spelling import option, options
@@ -259,7 +260,8 @@ def _as_asked(
         raise BadInputSpec(f"no input has a dim called {sorted(unknown)[0]!r}; the dims are {has}")
     # An ONNX file can't record the range of an integer input, so gates and later stages read the range from the
     # signature.
-    values = {spec.name: spec.values for spec in given if spec.values}
+    own = new_names(given, src.signature.inputs)  # a bound may name a dim by its new name
+    values = {spec.name: spec.with_dims(own).values for spec in given if spec.values}
     inputs_said = tuple(replace(s, values=values.get(s.name, s.values)) for s in src.signature.inputs)
     src = replace(src, signature=replace(src.signature, inputs=inputs_said))
     gate = OutputGate(limit=limit or EXPORT_LIMITS["fp32"])

@@ -355,3 +355,20 @@ def test_outputs_without_a_declared_shape(cli: Any, tmp_path: Path) -> None:
     ran = cli("inspect", tmp_path / "rank.onnx", "-q")
     assert ran.code
     assert "tensor 'z' has no declared shape, and none follows from the graph" in ran.stderr
+
+
+def test_a_range_that_names_a_new_dim(tmp_path: Path) -> None:
+    """Fails if a declaration can't rename the dims of a file and name a new dim in a range at once, or if the range
+    holds the numbers to another dim."""
+    made = artifact(
+        tmp_path / "m.onnx",
+        [node("ReduceSum", "x last", "s", keepdims=0), node("Cast", "lens", "f", to=1), node("Mul", "s f", "y")],
+        {"x": (TensorProto.FLOAT, [None, None, 6]), "lens": (TensorProto.INT32, [None])},
+        {"y": (TensorProto.FLOAT, [None, None])},
+        {"last": np.array([2])},
+    )
+    said = ["x:float32[t,batch,6]", "lens:int32[batch]{1..t}"]
+    out = accel.export(made.path, inputs=said, opset=21, out=tmp_path / "out.onnx")
+    assert [str(spec) for spec in out.signature.inputs] == said
+    assert out.signature.outputs[0].shape == ("t", "batch")
+    assert accel.verify(made.path, out).passed
