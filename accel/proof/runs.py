@@ -133,7 +133,7 @@ def check_samples(
                     if holds_floats(wanted[one.output]):
                         wrong = not one.rel_l2 <= tolerance
                     else:
-                        wrong = bool(one.rel_l2 and beside) and one.output in beside.integers_alone(feeds)
+                        wrong = one.rel_l2 > 0 and beside is not None and one.output in beside.integers_alone(feeds)
                     if wrong:
                         raise _not_the_source(src, apart, one.problem)
                     furthest = max(furthest, apart, key=lambda f: f.rel_l2)
