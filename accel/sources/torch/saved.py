@@ -13,7 +13,7 @@ from accel.errors import BadSource, InvalidModel, one_line
 from accel.signature import DimRange, TensorSpec
 from accel.spelling import option
 
-from ..checkpoints.unpickle import refuse_bomb
+from ..checkpoints.unpickle import read_torch, refuse_bomb
 from ..nearby import or_nearby
 from .call import flatten
 from .found import Found
@@ -113,6 +113,10 @@ def open_torchscript(path: Path) -> Found:
     """
     _check_file(path)
     if path.suffix == ".safetensors" or not _is_torchscript(path):
+        if path.suffix != ".safetensors":
+            # A pickled module isn't taken as weights either, which the first message has to say.
+            fix = "save model.state_dict() alone, and name the factory of the model: FILE.py:FACTORY with "
+            read_torch(path, fix=fix + option("weights", "WEIGHTS.pt"))
         raise weights_without_code(path)
     try:
         with warnings.catch_warnings():

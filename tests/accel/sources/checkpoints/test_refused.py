@@ -395,3 +395,25 @@ def test_metadata_that_points_elsewhere(plain_dcp: Path, tmp_path: Path) -> None
     (plain_dcp / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(InvalidModel, match=r"lists only 30 of the 35 numbers of the tensor 'model\.up\.weight'"):
         load_weights(net(), plain_dcp)
+
+
+def test_a_whole_module_is_refused_at_once(cli: Any, tmp_path: Path) -> None:
+    """Fails if the first message about a pickled module advises to pass the file as weights, which accel refuses, or if
+    its advice fails when it is followed."""
+    whole, weights = tmp_path / "whole.pt", tmp_path / "weights.pt"
+    torch.save(torch.nn.Linear(3, 2), whole)
+    ran = cli("export", whole, "-q", "-o", tmp_path / "m.onnx")
+    assert ran.code == 2
+    said = (
+        "holds more than weights (torch.nn.modules.linear.Linear) or is no PyTorch file; save model.state_dict() alone"
+    )
+    assert said in ran.stderr
+    assert "FILE.py:FACTORY with --weights WEIGHTS.pt" in ran.stderr
+    torch.save(torch.nn.Linear(3, 2).state_dict(), weights)
+    (tmp_path / "net.py").write_text("import torch\n\n\ndef make():\n    return torch.nn.Linear(3, 2)\n")
+    assert (
+        "holds weights and no code; name the factory" in cli("export", weights, "-q", "-o", tmp_path / "m.onnx").stderr
+    )
+    factory = ["--weights", weights, "--input", "x:float32[batch,3]"]
+    ran = cli("export", f"{tmp_path / 'net.py'}:make", *factory, "-q", "-o", tmp_path / "m.onnx")
+    assert ran.code == 0, ran.stderr
