@@ -14,6 +14,7 @@ from types import CodeType
 
 from accel.errors import InvalidModel
 
+from .dim_range import DimRange
 from .signature import Signature
 
 _ALLOWED = (
@@ -86,21 +87,23 @@ def breaking_sizes(condition: Condition, signature: Signature) -> dict[str, int]
     return next((sizes for sizes in _searched(condition, signature) if not condition.holds(sizes)), None)
 
 
-def ranges_held(condition: Condition, signature: Signature) -> dict[str, str]:
-    """Returns the range of each dim of ``condition`` around its usual size in which ``condition`` holds, if the other
-    dims have their usual sizes."""
-    usual, found = signature.sizes(), {}
-    for dim in sorted(condition.dims & set(signature.dims)):
+def ranges_held(conditions: Sequence[Condition], signature: Signature) -> dict[str, DimRange]:
+    """Returns the range of each dim around its usual size in which all ``conditions`` hold, if the other dims have
+    their usual sizes. Leaves out the dims whose whole range holds."""
+    usual = signature.sizes()
+    found: dict[str, DimRange] = {}
+    for dim in sorted(frozenset[str]().union(*(one.dims for one in conditions)) & set(signature.dims)):
         bounds = signature.dims[dim]
         ends = []
         for end, step in ((bounds.min, -bounds.step), (bounds.max, bounds.step)):
             last = bounds.opt
             for size in range(bounds.opt, end + step, step)[:_SEARCHED]:
-                if not condition.holds({**usual, dim: size}):
+                if broken(conditions, {**usual, dim: size}):
                     break
                 last = size
             ends.append(last)
-        found[dim] = str(replace(bounds, min=ends[0], max=ends[1]))
+        held = replace(bounds, min=ends[0], max=ends[1])
+        found |= {dim: held} if held != bounds else {}
     return found
 
 

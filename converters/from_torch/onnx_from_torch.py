@@ -64,8 +64,13 @@ class OutputsOff(ExportFailed):
         self.results = tuple(results)
 
 
-class OtherWay(ExportFailed):
-    """Raised if the model takes another way at sizes in the ranges of its dims than an exporter's graph does."""
+class OtherWay(OutputsOff):
+    """Raised if the model takes another way at sizes in the ranges of its dims than an exporter's graph does.
+    ``advice`` names ranges in which they take the same way, or is ""."""
+
+    def __init__(self, message: str, results: Sequence[GateResult], advice: str) -> None:
+        super().__init__(message, results)
+        self.advice = advice
 
 
 class OpsetNotGiven(ExportFailed):
@@ -110,7 +115,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         except AccelError as error:
             refused[rung] = str(error)
             no_rule = str(error) if isinstance(error, NoComplexRule) else no_rule
-            beyond = str(error) if isinstance(error, OtherWay) else beyond
+            beyond = f"{error}; {error.advice}" if isinstance(error, OtherWay) and error.advice else beyond
             off.append(error.results if isinstance(error, OutputsOff) else ())
         except Exception as error:  # exporters may raise anything
             if full := no_space(error):
@@ -141,7 +146,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         raise ExportFailed(
             f"{spec} computes in Python with the values of its inputs, which no exporter can follow: {_fixes(ordered)}"
         )
-    if beyond := _too_far(src) or beyond:
+    if beyond := beyond or _too_far(src):
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
     if len(missing) == len(config.ladder):
         raise ExportFailed(
@@ -329,27 +334,40 @@ def _that_matter(conditions: Sequence[str], src: Artifact, made: Artifact, proof
     """
     kept = []
     nothing: dict[str, bool] = {}  # for sizes at which the file ran, whether the broken conditions change nothing
-    for condition in map(Condition.parse, conditions):
+    parsed = [Condition.parse(text) for text in conditions]
+    for condition in parsed:
         sizes = breaking_sizes(condition, src.signature)
         case = case_name(sizes) if sizes is not None else ""
         if sizes is not None and case not in nothing and len(nothing) < _RUN:
-            wrong: str | None = None
+            off: list[GateResult] = []
             try:
-                given = _output_gate(src, proof).check_at(src, made, sizes)
-                wrong = next((f"an error of {one.value:.2g}" for one in given if one.passed is False), "")
-            except RunFailed:
-                pass  # PyTorch can't run the model at these sizes
+                off = [one for one in _output_gate(src, proof).check_at(src, made, sizes) if one.passed is False]
+                wrong = f"an error of {off[0].value:.2g}" if off else ""
+                nothing[case] = not off
+            except RunFailed:  # PyTorch can't run the model at these sizes
+                nothing[case], wrong = False, ""
             except GateFailed as error:
                 wrong = one_line(error)
             if wrong:
-                raise OtherWay(
-                    f"the model takes another way at {case}: the graph is that of {condition.text} ({wrong}); give "
-                    f"{option('dims', ranges_held(condition, src.signature))}"
-                )
-            nothing[case] = wrong == ""
+                found = f"the model takes another way at {case}: the graph is that of {condition.text} ({wrong})"
+                raise OtherWay(found, off, _narrower(parsed, src, made, proof))
         if not nothing.get(case, False):
             kept.append(condition.text)
     return kept
+
+
+def _narrower(conditions: Sequence[Condition], src: Artifact, made: Artifact, proof: Proof) -> str:
+    """Returns the advice to narrow the ranges of dims so that ``conditions`` hold, or "" if the file is wrong then
+    too."""
+    held = ranges_held(conditions, src.signature)
+    narrow = src.signature.with_dims(held)
+    gate = OutputGate(limit=_output_gate(src, proof).limit, seeds=1)
+    try:
+        results = gate.check(replace(src, signature=narrow), replace(made, signature=narrow))
+    except AccelError:
+        return ""
+    right = held and all(one.passed is not False for one in results)
+    return f"give {option('dims', {dim: str(bounds) for dim, bounds in held.items()})}" if right else ""
 
 
 def _output_gate(src: Artifact, proof: Proof) -> OutputGate:
