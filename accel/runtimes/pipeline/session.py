@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, BadSource, one_line
+from accel.errors import AccelError, BadFeeds, BadSource, one_line
 from accel.signature import Feeds, shapes_of
+from accel.signature.other_sizes import other_sizes
 from accel.sources.pipeline import Pipeline, Record, kept_function
 from accel.sources.python_object import load_object, place_in_user_code
 from accel.sources.structure import describe, fill
@@ -101,12 +102,31 @@ class PipelineSession(BaseSession):
         if arrays:
             tensors = {name: to_tensor(value) if name in arrays else value for name, value in found.items()}
             args, kwargs = fill(template, tensors)
-        with torch.no_grad():
-            result = self._pipeline(*args, **kwargs)
+        try:
+            with torch.no_grad():
+                result = self._pipeline(*args, **kwargs)
+        except BadFeeds as error:
+            if own := self._other_sizes(args, kwargs):
+                raise BadFeeds(own) from error
+            raise
         if not arrays:
             return result
         template, found = describe(result)
         return fill(template, {name: _as_array(value) for name, value in found.items()})
+
+    def _other_sizes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Returns a message about an argument whose size is fixed in the pipeline. Returns "" if there is none. A part
+        that refuses its input names the input of the part, which the caller doesn't know."""
+        given = self._pipeline.signature().bind(*args, **kwargs).arguments
+        for spec in self.signature.inputs:
+            shape = list(getattr(given.get(spec.name), "shape", ()))
+            fixed = zip(spec.shape, shape, strict=False)
+            if len(shape) == len(spec.shape) and any(isinstance(dim, int) and dim != size for dim, size in fixed):
+                return (
+                    f"input {spec.name!r} has shape {shape}, but the pipeline takes {spec}; "
+                    f"{other_sizes(spec, shape, self.signature.inputs, self.signature.dims)}"
+                )
+        return ""
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         try:

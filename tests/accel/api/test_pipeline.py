@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.errors import AccelError
+from accel.errors import AccelError, BadFeeds
 
 
 class Encoder(nn.Module):
@@ -79,6 +79,25 @@ def test_dims_come_from_the_recorded_calls(exported: Path) -> None:
     same name in a part as in the pipeline."""
     decoder = accel.load(exported / "decoder").signature
     assert [str(spec.shape) for spec in decoder.inputs] == ["('batch', 'ids_1')", "('batch', 'length', 8)"]
+
+
+def test_a_size_that_the_pipeline_does_not_take(both: accel.Pipeline) -> None:
+    """Fails if the message about a fixed size names the input of a part instead of the caller's argument, or if its
+    advice fails when it is followed."""
+
+    def renamed(parts: Any, words: torch.Tensor) -> torch.Tensor:
+        return translate(parts, words)
+
+    pipeline = accel.Pipeline(renamed, **both.by_name())
+    with accel.load(accel.export(pipeline, example=(TOKENS,))) as session:
+        said = (
+            r"^input 'words' has shape \[2, 4\], but the pipeline takes words:int64\[batch,5\].*dynamic={'words': {1: "
+        )
+        for words in (TOKENS[:, 1:], TOKENS.numpy()[:, 1:]):
+            with pytest.raises(BadFeeds, match=said):
+                session(words)
+    with accel.load(accel.export(pipeline, example=(TOKENS,), dynamic={"words": {1: "length"}})) as session:
+        assert torch.equal(session(TOKENS[:, 1:]), pipeline(TOKENS[:, 1:]))
 
 
 def test_one_manifest_and_one_verification(both: accel.Pipeline, exported: Path) -> None:
