@@ -243,9 +243,12 @@ def _sound(name: str, config: Any, takes: set[str]) -> Signature | None:
         if hasattr(config, "conv_stride") or "decoder_input_ids" in takes:
             return _one(name, "samples", samples=_SAMPLES)
         return None
-    if bins and (source := _whole(config, "max_source_positions")) and "decoder_input_ids" in takes:
+    source = _whole(config, "max_source_positions")
+    if bins and source and "decoder_input_ids" in takes:
         return _one(name, bins, 2 * source)
     width = _whole(config, "input_feat_per_channel") or _whole(config, "feature_projection_input_dim")
     if width:
         return _one(name, "frames", width * (_whole(config, "input_channels") or 1), frames=_FRAMES)
+    if bins and source:  # an encoder of Whisper alone, as in its classifier
+        return _one(name, bins, 2 * source)
     return None

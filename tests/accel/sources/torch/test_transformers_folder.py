@@ -55,6 +55,12 @@ def save(folder: Path, kind: str, **config: Any) -> Path:
             {"sequence": [8, 39, 39], "decoder_sequence": [1, 16, 38]},
         ),
         (
+            "WhisperForAudioClassification",
+            {**DECODED, "num_mel_bins": 16, "max_source_positions": 20, "classifier_proj_size": 8},
+            ["input_features:float32[batch,16,40]"],
+            {},
+        ),
+        (
             "T5ForConditionalGeneration",
             {"vocab_size": 50, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2},
             [IDS, MASK, DECODER_IDS],
