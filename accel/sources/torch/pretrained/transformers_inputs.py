@@ -164,7 +164,9 @@ def _text(module: Any, takes: set[str]) -> Signature | None:
     if types > 1 and "token_type_ids" in takes:
         specs.append(TensorSpec("token_type_ids", "int64", shape, (0, types - 1)))
     positions = _part(config, "max_position_embeddings")
-    longest = min(int(positions) - _first_position(module, positions), _LONGEST) if positions else _LONGEST
+    longest = _LONGEST
+    if positions and positions > 0:  # XLNet and others say -1 for any length
+        longest = min(int(positions) - _first_position(module, positions), _LONGEST)
     longest = max(longest, 1)
     sequence = DimRange(min(8, longest), min(128, longest), longest)
     return Signature(tuple(specs), (), {"batch": _BATCH, "sequence": sequence})
@@ -188,7 +190,7 @@ def _decoder(config: Any) -> Signature:
     longest = next((found for name in names if (found := _whole(config, name))), None) or (
         _whole(decoder, "max_position_embeddings") or _part(config, "max_position_embeddings")
     )
-    longest = min(int(longest or _LONGEST), _LONGEST)
+    longest = min(int(longest), _LONGEST) if longest and longest > 0 else _LONGEST
     spec = TensorSpec("decoder_input_ids", "int64", ("batch", "decoder_sequence"), (0, vocabulary - 1))
     dims = {"batch": _BATCH, "decoder_sequence": DimRange(1, min(16, longest), longest)}
     return Signature((spec,), (), dims)

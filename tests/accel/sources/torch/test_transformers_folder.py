@@ -55,6 +55,12 @@ def save(folder: Path, kind: str, **config: Any) -> Path:
             {"sequence": [8, 39, 39], "decoder_sequence": [1, 16, 38]},
         ),
         (
+            "XLNetForSequenceClassification",
+            {"vocab_size": 50, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16},
+            [IDS, MASK],
+            {"sequence": [8, 128, 512]},
+        ),
+        (
             "WhisperForAudioClassification",
             {**DECODED, "num_mel_bins": 16, "max_source_positions": 20, "classifier_proj_size": 8},
             ["input_features:float32[batch,16,40]"],
