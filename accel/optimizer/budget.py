@@ -124,7 +124,8 @@ class Budget:
             return f"Ctrl-C came before {what}"
         if self.chosen_by_accel:
             return f"the search ended after {self.seconds:g} s, before {what}"
-        return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"
+        rest = ", and the rest was kept for measuring" if self._built and self.left >= SECONDS_A_CANDIDATE else ""
+        return f"{_in_words(self.spent)} of the budget of {self.seconds:g} s were spent before {what}{rest}"
 
     @contextmanager
     def spending(self, what: str, *, quantizing: bool = False) -> Iterator[None]:
@@ -148,7 +149,7 @@ class Budget:
             return ""
         least = 0.05 * sum(self._taken.values())
         longest = sorted((item for item in self._taken.items() if item[1] > least), key=lambda item: -item[1])[:_NAMED]
-        took = ", ".join(f"{what} took {seconds:.{0 if seconds >= 10 else 1}f} s" for what, seconds in longest)
+        took = ", ".join(f"{what} took {_in_words(seconds)}" for what, seconds in longest)
         steps = took or "no step was begun"
         names = ", ".join(missed[:_NAMED])
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
@@ -159,9 +160,21 @@ class Budget:
             return f"{ended}; {option('thorough', True)} tries all candidates"
         quantized = any(what in self._quantizing for what, _ in longest)
         fewer = f", or calibrate on fewer samples ({option('quantize', ['samples=32'])})" if quantized else ""
-        left = f" in the {self.left:.0f} s left" if self.left >= 1 else ""
         return (
-            f"the budget of {self.seconds:g} s was too short to try or measure {names}{more}{left}: "
-            f"{steps}; give more {option('budget_seconds')}, or try fewer precisions with "
+            f"the budget of {self.seconds:g} s was too short to try or measure {names}{more}: "
+            f"{steps}{self._left_words()}; give more {option('budget_seconds')}, or try fewer precisions with "
             f"{option('precision')}{fewer}"
         )
+
+    def _left_words(self) -> str:
+        """Returns the reason why the seconds that are left weren't used, or "" if hardly any are left."""
+        usual = (SOURCES + 1) * SECONDS_A_CANDIDATE
+        if self.left < 1:
+            return ""
+        if self.left < usual:
+            return f", and measuring a candidate usually takes more than the {_in_words(self.left)} left"
+        return f", and the {_in_words(self.left)} left were kept for measuring"
+
+
+def _in_words(seconds: float) -> str:
+    return f"{seconds:.{0 if seconds >= 10 else 1}f} s"

@@ -352,8 +352,10 @@ def _choose_measured(
             "a CPU"
         )
     done = f"{search.workload.note}, {search.threads} threads"
-    nothing = "anything was measured: the source itself was taken"
-    outcome.notes.append(done if search.environment else search.budget.reason(nothing))
+    nothing = search.budget.reason("anything was measured: the source itself was taken")
+    if not any(row.passed for row in (*runnable, *outcome.varied)) and not any(row.out_of_time for row in runnable):
+        nothing = "no candidate was left to measure: the source itself was taken"
+    outcome.notes.append(done if search.environment else nothing)
     return outcome
 
 

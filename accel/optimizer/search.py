@@ -168,7 +168,9 @@ class Search:
         """Returns the rows for the long measurement, selected by successive halving if time is short."""
         if self.budget.left >= self._long_seconds(len(rows)):
             return rows
-        fitting = max(0, int(self.budget.left // SECONDS_A_CANDIDATE) - SOURCES)
+        # One candidate is measured in less time than usual, because a small model loads quickly.
+        least = int(self.budget.left >= SECONDS_A_CANDIDATE / 2)
+        fitting = max(least, int(self.budget.left // SECONDS_A_CANDIDATE) - SOURCES)
         for row in rows[fitting:]:
             row.skip(self.budget.reason("it was measured"), out_of_time=True)
         left = rows[:fitting]

@@ -278,7 +278,27 @@ def test_options_that_fit_the_time_left_are_tried(searching: Any) -> None:
     assert timed.calls[0][0] == ["source, 1 thread", "source, extended graph level"]
     assert [(row.name, row.out_of_time) for row in made][2:] == [("source, no spinning", True)]
     note = search.budget.note([row.name for row in made if row.out_of_time])
-    assert "was too short to try or measure source, no spinning in the 5 s left: measuring took 12 s;" in note
+    said = (
+        "was too short to try or measure source, no spinning: measuring took 12 s, and measuring a candidate usually "
+    )
+    assert f"{said}takes more than the 5.0 s left;" in note
+
+
+@pytest.mark.parametrize(("left", "calls"), [(5.0, [["a"]]), (1.9, [])])
+def test_a_short_budget_measures_one_candidate(searching: Any, left: float, calls: list[list[str]]) -> None:
+    """Fails if a small model with a budget of a few seconds is never measured, because most models take longer, or if
+    a measurement begins with hardly any time left."""
+    clock = FakeClock()
+    timed = Timed({"source": 10, "a": 6, "b": 5})
+    search = searching(timed, seconds=9, clock=clock)
+    search.budget.built()
+    clock.now = 9 - left
+    rows = [row("a"), row("b")]
+    search.best(rows)
+    assert [names for names, *_ in timed.calls if names] == calls
+    late = [one for one in rows if one.out_of_time]
+    assert [one.name for one in late] == ["a", "b"][len(calls) :]
+    assert ("the rest was kept for measuring" in late[-1].reason) == bool(calls)
 
 
 def test_faster_than_needs_the_same_rounds() -> None:
