@@ -51,7 +51,8 @@ def accel_backend(
 
     - Gradients are on.
     - An input isn't on the CPU.
-    - The graph reads a Python number that has changed since an earlier call.
+    - The graph reads a Python number that has changed since an earlier call, and isn't a whole number that the graph
+      only computes with.
     - The graph writes to an input, a weight or a buffer, or returns a view of one.
     - Changes of the weights can't be found (see ``unwatched``).
     - The graph can't be exported with equal outputs.
@@ -115,16 +116,20 @@ class _Part:
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._sizes = [i for i, node in enumerate(nodes) if not isinstance(_value(node), torch.Tensor)]
         self._weights = [i for i, node in enumerate(nodes) if "_dynamo_static_input_type" in _about(node)]
-        self._inputs = [i for i in range(len(nodes)) if i not in {*self._sizes, *self._weights}]
+        tensors = [i for i in range(len(nodes)) if i not in {*self._sizes, *self._weights}]
         # Maps (input, axis) to the symbol of each dynamic dim. If torch.compile fixed the size of a dim, the size is a
         # plain number and is left out of this dict.
         self._symbols = {
             (i, axis): str(size)
-            for i in self._inputs
+            for i in tensors
             for axis, size in enumerate(_value(nodes[i]).shape)
             if isinstance(size, torch.SymInt) and not str(size).isdigit()
         }
-        self._size_symbols = {i: str(_value(nodes[i])) for i in self._sizes}
+        # A whole number that isn't the size of an input is a number of the user, such as ``f(x, k=2)``, which has
+        # changed between two calls. The session takes it as a tensor.
+        self._numbers = {i for i in self._sizes if str(_value(nodes[i])) not in self._symbols.values()}
+        self._size_symbols = {i: str(_value(nodes[i])) for i in self._sizes if i not in self._numbers}
+        self._inputs = sorted({*tensors, *self._numbers}) if tensors else []
         # Maps (input, axis) to the only size that the session takes on this axis. Contains each axis that is dynamic in
         # the graph and fixed in the session.
         self._fixed: dict[tuple[int, int], int] = {}
@@ -153,7 +158,10 @@ class _Part:
                 self._run = _eager(self._graph, reason)
                 return self._run(*args)
         assert self._session is not None
-        return self._session(*(args[i] for i in self._inputs))
+        return self._session(*(self._tensor(args, i) for i in self._inputs))
+
+    def _tensor(self, args: Sequence[Any], i: int) -> torch.Tensor:
+        return torch.tensor(args[i]) if i in self._numbers else args[i]
 
     def _compile(self, args: Sequence[Any]) -> str:
         """Makes the session and compares the session's outputs with the graph's outputs. If the graph has to stay in
@@ -164,7 +172,7 @@ class _Part:
         if reason := unwatched(weights):
             return reason
         seen = Weights(weights)
-        inputs = [args[i].detach().clone() for i in self._inputs]
+        inputs = [self._tensor(args, i).detach().clone() for i in self._inputs]
         wanted, reason = self._tried(args, inputs)
         if reason:
             return reason
@@ -190,13 +198,15 @@ class _Part:
             self._fixed = {(i, axis): args[i].shape[axis] for i, axis in self._symbols if (i, axis) not in dynamic}
             self._seen = seen
             return ""
+        if self._numbers:
+            return f"it reads a Python number that changes between calls; keep the number in a tensor ({reason})"
         return reason
 
     def _tried(self, args: Sequence[Any], inputs: Sequence[torch.Tensor]) -> tuple[Sequence[Any], str]:
         """Returns the graph's outputs on copies of ``inputs`` and of the weights. Also returns the reason why the graph
         has to stay in eager mode because of what it writes or returns, or ""."""
         originals = {
-            **dict(zip(self._inputs, inputs, strict=True)),
+            **{i: value for i, value in zip(self._inputs, inputs, strict=True) if i not in self._numbers},
             **{i: args[i] for i in self._weights},
         }
         copies = list(args)

@@ -423,6 +423,26 @@ def test_a_number_that_changes(ran: list[BaseSession], capfd: pytest.CaptureFixt
     assert "def forward" not in capfd.readouterr().err
 
 
+def test_a_whole_number_that_changes(ran: list[BaseSession], recwarn: pytest.WarningsRecorder) -> None:
+    """Fails if a function whose argument is a whole number stays in eager mode from the second number on, or computes
+    with the number of an earlier call."""
+
+    @torch.compile(backend="accel")
+    def scaled(x: torch.Tensor, w: torch.Tensor, k: int = 2) -> torch.Tensor:
+        return (x @ w).sigmoid() * k + (k - 1)
+
+    repeated = torch.compile(lambda x, k: x.tanh().repeat(1, k), backend="accel")
+    x, w = torch.randn(3, 4), torch.randn(4, 5)
+    with torch.no_grad():
+        for k in (3, 5):
+            torch.testing.assert_close(repeated(x, k), x.tanh().repeat(1, k))
+        ran.clear()
+        for k in (3, 5, 7, -2):
+            torch.testing.assert_close(scaled(x, w, k), (x @ w).sigmoid() * k + (k - 1))
+    assert len(ran) == 2
+    assert not [one for one in recwarn if "of 3 operators stays" in str(one.message) or "KeyError" in str(one.message)]
+
+
 def test_an_unknown_option() -> None:
     """Fails if an unknown option of torch.compile is only a warning, or if the error suggests no option."""
     compiled = torch.compile(net(), backend=accel_backend, options={"max_dorp": 0.02})

@@ -224,9 +224,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     assert (made.status, made.out_of_time) == ("not tried", True)
     assert made.reason == "80 s of the budget of 100 s were spent before its stage simplify was over"
     note = budget.note([made.name, *"bcdef"])
-    assert (
-        "was too short to try or measure a, b, c, d and 2 more: a: simplify took 80 s, and" in note
-    )
+    assert "was too short to try or measure a, b, c, d and 2 more: a: simplify took 80 s, and" in note
     assert "the 20 s left were kept for measuring; give more" in note
     assert "budget_seconds=" in note
     assert "precision=" in note
