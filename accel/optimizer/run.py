@@ -352,10 +352,12 @@ def _choose_measured(
             "a CPU"
         )
     done = f"{search.workload.note}, {search.threads} threads"
-    nothing = search.budget.reason("anything was measured: the source itself was taken")
-    if not any(row.passed for row in (*runnable, *outcome.varied)) and not any(row.out_of_time for row in runnable):
-        nothing = "no candidate was left to measure: the source itself was taken"
-    outcome.notes.append(done if search.environment else nothing)
+    if search.environment:
+        outcome.notes.append(done)
+    elif any(row.passed or row.out_of_time for row in (*runnable, *outcome.varied)):
+        outcome.notes.append(search.budget.reason("anything was measured: the source itself was taken"))
+    else:
+        outcome.notes.append("no candidate was left to measure: the source itself was taken")
     return outcome
 
 
