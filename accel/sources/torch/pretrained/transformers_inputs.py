@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel.signature import DimRange, Signature, TensorSpec
+from accel.signature import BATCH, DimRange, Signature, TensorSpec
 
 from ...declare import input_example
 from ...output_specs import probe_cases
@@ -76,7 +76,7 @@ def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRa
         run = runs.of(NamedModule(module, [spec.name for spec in asked.inputs]), asked)
         if len(found) > 1 and not all(runs_at(asked, run, case) for case in probe_cases(asked)):
             continue
-        known = {*fixed, shared_batch(asked)}
+        known = {*fixed, *([BATCH] if shared_batch(asked) == BATCH else [])}
         return within_reach(asked, run, [dim for dim in asked.dims if dim not in known])
     return found[0]
 
