@@ -163,6 +163,7 @@ def _exported(
     """Exports the model with the arguments ``advice``, and compares the file with the model. Returns a result of the
     class ``kind`` if the file is right. Raises ``AccelError`` if the export fails."""
     import accel
+    from accel.errors import BadFeeds
 
     given: dict[str, Any] = dict(case.words)
     if calls[0][2] is not None and not isinstance(case.module, os.PathLike):  # a file knows the shapes of its inputs
@@ -174,7 +175,8 @@ def _exported(
     dims = dict(artifact.signature.dims)
     several = sorted({batch for batch, *_ in calls})
     with accel.load(artifact) as session:
-        compared = _compared(case, calls[1:], session, bool(dims))
+        # The user who follows advice about ranges doesn't give sizes beyond them.
+        compared = _compared(case, calls[1:], session, bool(dims), refusal=BadFeeds if "dims" in advice else ())
     notes = {"dims": {name: bounds.to_json() for name, bounds in dims.items()}}
     if compared["problem"]:
         return {"class": "wrong", "message": f"{message} {compared['problem']}".strip(), **notes}
@@ -216,12 +218,14 @@ def _needs_float64(case: Case, first: tuple[int, int, Any, Any]) -> bool:
     return error(wanted, leaves(call(copied(case.module).double(), in_double(arguments)))) > LIMIT
 
 
-def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, Any]:
+def _compared(
+    case: Case, calls: Calls, run: Any, any_size: bool, refusal: type[Exception] | tuple[()] = ()
+) -> dict[str, Any]:
     """Compares the outputs of ``run`` with the model's outputs in each call. If ``any_size`` is false, compares only
-    the calls at the exported batch and size."""
+    the calls at the exported batch and size. Skips a call that raises ``refusal``, unless all calls do."""
     from zoo_models.compare import call, copied, judged, leaves
 
-    worst = 0.0
+    worst, problem = 0.0, "no call ran"
     for batch, size, arguments, wanted in calls:
         if not any_size and (batch, size) != (EXPORT_BATCH, case.sizes[0]):
             continue
@@ -229,6 +233,9 @@ def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, A
         try:
             with _silent():
                 found = leaves(call(run, copied(arguments)))
+        except refusal as error:
+            problem = f"{where}: {_line(error)}" if problem else ""
+            continue
         except Exception as error:  # a runtime may raise anything
             return {"problem": f"{where}: {type(error).__name__}: {_line(error)}", "error": None, "ran": False}
         if len(found) != len(wanted):
@@ -236,8 +243,8 @@ def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, A
         apart, right = judged(case.module, arguments, found, wanted)
         if not right:
             return {"problem": f"{where}: the relative error is {apart:.2g}", "error": apart, "ran": True}
-        worst = max(worst, apart)
-    return {"problem": "", "error": worst, "ran": True}
+        worst, problem = max(worst, apart), ""
+    return {"problem": problem, "error": worst, "ran": not problem}
 
 
 def _with_torch(case: Case, calls: Calls, _: Path) -> dict[str, Any]:
