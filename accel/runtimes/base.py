@@ -25,7 +25,7 @@ from accel.errors import (
     ValuesOutOfRange,
 )
 from accel.machine import cpu_limit
-from accel.signature import DimRange, Feeds, IntegerRanges, Signature
+from accel.signature import Feeds, IntegerRanges, Signature
 from accel.signature.bounds import free_dims, size_at
 from accel.signature.conditions import Condition, broken
 from accel.spelling import option
@@ -164,11 +164,11 @@ class BaseSession(ABC):
                     raise BadFeeds(f"the dim {dim!r} has size 0, at which the source fails ({reason}); give 1 or more")
         beyond = self._conditions and not all(self.signature.dims[dim].holds(size) for dim, size in sizes.items())
         if beyond and (condition := broken(self._conditions, sizes)):
-            fitting = {dim: str(DimRange(sizes[dim], sizes[dim], sizes[dim])) for dim in sorted(condition.dims)}
+            fitting = {dim: f"{sizes[dim]}:{sizes[dim]}:{sizes[dim]}" for dim in sorted(condition.dims)}
             where = ", ".join(f"{dim}={sizes[dim]}" for dim in fitting)
             raise BadFeeds(
-                f"the source takes another way at {where}: the graph is that of {condition.text}; give other sizes, or "
-                f"export the source with {option('dims', fitting)}"
+                f"at {where} the source does something else than this file, which holds for {condition.text}; give "
+                f"other sizes, or export the source with {option('dims', fitting)}"
             )
         self._check_integers(feeds)
         return sizes

@@ -83,7 +83,7 @@ def _conditions_note(artifact: Artifact) -> str | None:
     """Returns a note about the sizes beyond the ranges at which the graph of a file equals its source, or None if these
     are all sizes."""
     found = [condition.text for condition in artifact.conditions]
-    return f"beyond the ranges of its dims, the file is that of {' and '.join(found)}" if found else None
+    return f"beyond the ranges of its dims, the file holds for {' and '.join(found)}" if found else None
 
 
 def _samples_note(artifact: Artifact) -> str | None:

@@ -64,9 +64,9 @@ class OutputsOff(ExportFailed):
         self.results = tuple(results)
 
 
-class OtherWay(OutputsOff):
-    """Raised if the model takes another way at sizes in the ranges of its dims than an exporter's graph does.
-    ``advice`` names ranges in which they take the same way, or is ""."""
+class OtherBranch(OutputsOff):
+    """Raised if the model does something else at sizes in the ranges of its dims than an exporter's graph. ``advice``
+    names ranges in which both do the same, or is ""."""
 
     def __init__(self, message: str, results: Sequence[GateResult], advice: str) -> None:
         super().__init__(message, results)
@@ -115,7 +115,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         except AccelError as error:
             refused[rung] = str(error)
             no_rule = str(error) if isinstance(error, NoComplexRule) else no_rule
-            beyond = f"{error}; {error.advice}" if isinstance(error, OtherWay) and error.advice else beyond
+            beyond = f"{error}; {error.advice}" if isinstance(error, OtherBranch) and error.advice else beyond
             off.append(error.results if isinstance(error, OutputsOff) else ())
         except Exception as error:  # exporters may raise anything
             if full := no_space(error):
@@ -330,7 +330,7 @@ def _that_matter(conditions: Sequence[str], src: Artifact, made: Artifact, proof
     """Returns the conditions on sizes that hold the file back at sizes beyond the ranges of the dims.
 
     If sizes in the ranges break a condition, the file is run there, because torch.export also records conditions that
-    change nothing. Raises ``OtherWay`` if the file's outputs are off there.
+    change nothing. Raises ``OtherBranch`` if the file's outputs are off there.
     """
     kept = []
     nothing: dict[str, bool] = {}  # for sizes at which the file ran, whether the broken conditions change nothing
@@ -349,8 +349,10 @@ def _that_matter(conditions: Sequence[str], src: Artifact, made: Artifact, proof
             except GateFailed as error:
                 wrong = one_line(error)
             if wrong:
-                found = f"the model takes another way at {case}: the graph is that of {condition.text} ({wrong})"
-                raise OtherWay(found, off, _narrower(parsed, src, made, proof))
+                holds = f"its graph, which holds for {condition.text} ({wrong})"
+                raise OtherBranch(
+                    f"at {case} the model does something else than {holds}", off, _narrower(parsed, src, made, proof)
+                )
         if not nothing.get(case, False):
             kept.append(condition.text)
     return kept

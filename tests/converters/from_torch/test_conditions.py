@@ -1,4 +1,4 @@
-"""Proves that a file isn't run at sizes at which the model's code takes another way than the exported graph."""
+"""Proves that a file isn't run at sizes at which the model's code does something else than the exported graph."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _inputs(shapes: Any, size: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes_beyond_a_condition_are_refused(name: str, tmp_path: Path) -> None:
-    """Fails if a session runs a graph at sizes at which the model's code takes another way, or refuses sizes beyond the
-    range of a dim at which the graph is right. Also fails if the message's advice doesn't work."""
+    """Fails if a session runs a graph at sizes at which the model's code does something else, or refuses sizes beyond
+    the range of a dim at which the graph is right. Also fails if the message's advice doesn't work."""
     model, shapes, dynamic, right, wrong = MODELS[name]
     given = {"example": tuple(map(torch.randn, shapes)), "dynamic": dynamic, "out": tmp_path / "m.onnx"}
     dims = {"n": (2, 5, 10), "m": (2, 7, 10)} if name == "a sum" else {}
@@ -68,7 +68,7 @@ def test_sizes_beyond_a_condition_are_refused(name: str, tmp_path: Path) -> None
             inputs = _inputs(shapes, size)
             torch.testing.assert_close(session(*inputs), model(*inputs))
         for size in wrong:
-            with pytest.raises(BadFeeds, match="the source takes another way at") as raised:
+            with pytest.raises(BadFeeds, match="the source does something else") as raised:
                 session(*_inputs(shapes, size))
     advised = eval(str(raised.value).rpartition("dims=")[2])
     with accel.load(accel.export(model, **given, dims=dims | advised)) as session:
@@ -87,10 +87,10 @@ def test_sizes_beyond_a_condition_are_refused(name: str, tmp_path: Path) -> None
 def test_a_range_with_two_ways_is_refused(
     model: nn.Module, example: tuple[int, ...], dynamic: Any, dims: Any, fix: str, tmp_path: Path
 ) -> None:
-    """Fails if a file is made although the model's code takes another way at a size in the range, also between the ends
-    of the range. Also fails if the message names a range that isn't taken."""
+    """Fails if a file is made although the model's code does something else at a size in the range, also between the
+    ends of the range. Also fails if the message names a range that isn't taken."""
     given: Any = {"example": (torch.randn(example),), "dynamic": dynamic, "out": tmp_path / "m.onnx"}
-    with pytest.raises(BadInputSpec, match="the model takes another way at") as raised:
+    with pytest.raises(BadInputSpec, match="the model does something else") as raised:
         accel.export(model, **given, dims=dims)
     assert str(raised.value).endswith(f"give {fix}")
     accel.export(model, **given, dims=eval(fix.removeprefix("dims=")))
