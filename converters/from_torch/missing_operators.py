@@ -25,6 +25,9 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.amin.default: _smallest_of_dims,
         aten.squeeze.dim: _squeeze,
         aten.squeeze.dims: _squeeze,
+        aten.hypot.default: _hypotenuse,
+        aten.copysign.Tensor: _with_sign,
+        aten.searchsorted.Tensor: _places_in_sorted,
         aten.fft_fftfreq.default: _frequencies(torch.fft.fftfreq),
         aten.fft_rfftfreq.default: _frequencies(torch.fft.rfftfreq),
     }
@@ -162,6 +165,47 @@ def _squeeze(x: Any, dim: int | Sequence[int]) -> Any:
     axes = [axis % rank for axis in (dim if isinstance(dim, Sequence) else [dim])] if rank else []
     axes = [axis for axis in axes if x.shape[axis] == 1]
     return op.Squeeze(x, op.Constant(value_ints=axes)) if axes else op.Identity(x)
+
+
+def _hypotenuse(x: Any, y: Any) -> Any:
+    """Computes sqrt(x^2 + y^2) by the larger of both, so that no square overflows."""
+    op = operators()
+    x, y = op.Abs(x), op.Abs(y)
+    larger, smaller = op.Max(x, y), op.Min(x, y)
+    zero, one = op.CastLike(op.Constant(value_float=0.0), x), op.CastLike(op.Constant(value_float=1.0), x)
+    ratio = op.Div(smaller, larger)
+    found = op.Mul(larger, op.Sqrt(op.Add(op.Mul(ratio, ratio), one)))
+    whole = op.Or(op.Equal(larger, zero), op.Equal(op.Div(one, larger), zero))  # the ratio of two zeros is NaN
+    return op.Where(whole, larger, found)
+
+
+def _with_sign(x: Any, y: Any) -> Any:
+    """Gives ``x`` the sign of ``y``, also that of -0.0."""
+    op = operators()
+    zero, one = op.CastLike(op.Constant(value_float=0.0), y), op.CastLike(op.Constant(value_float=1.0), y)
+    negative = op.Or(op.Less(y, zero), op.And(op.Equal(y, zero), op.Less(op.Div(one, y), zero)))
+    return op.Where(negative, op.Neg(op.Abs(x)), op.Abs(x))
+
+
+def _places_in_sorted(
+    sorted_sequence: Any,
+    values: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """Counts the numbers before each value in a sorted sequence. With ``right``, a number that equals the value is
+    before it. NaN comes after all numbers. Compares each value with each number, so the memory is their product."""
+    if sorter is not None:
+        raise NotImplementedError("searchsorted with a sorter")
+    op = operators()
+    before_last, last = op.Constant(value_ints=[-2]), op.Constant(value_ints=[-1])
+    numbers = op.Unsqueeze(sorted_sequence, before_last) if len(sorted_sequence.shape) > 1 else sorted_sequence
+    each = op.Unsqueeze(values, last)
+    after = op.Greater(numbers, each) if right or side == "right" else op.GreaterOrEqual(numbers, each)
+    return op.ReduceSum(op.Cast(op.Not(after), to=6 if out_int32 else 7), last, keepdims=0)  # int32 or int64
 
 
 def _frequencies(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,6 +35,15 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "stable sort": lambda x: x.round().sort(dim=-1, descending=True, stable=True),
     "stable argsort of an inner dim": lambda x: x.round()[:, :, None].repeat(1, 1, 2).argsort(dim=1, stable=True),
     "cumulative product": lambda x: x.cumprod(-1),
+    "hypotenuse": lambda x: torch.hypot(
+        x * torch.tensor([1, 0, 0, 1e30, 1e-30, torch.inf]), x.flip(1) * torch.tensor([1, 0, 1, 1e30, 1e-30, torch.inf])
+    ),
+    "sign of another": lambda x: 1 / torch.copysign(x, torch.tensor([-0.0, 0.0, -3.0, 3.0, -torch.inf, 1e-40])),
+    "places in a sorted sequence": lambda x: (
+        torch.searchsorted(torch.tensor([-1.0, 0, 0, 0.5]), x.round()),
+        torch.searchsorted(torch.tensor([-1.0, 0, 0, 0.5]), x.round() / x.round(), side="right"),
+        torch.searchsorted(x.sort(1).values, x[:, :2].contiguous(), right=True, out_int32=True),
+    ),
     "frequencies": lambda x: (
         x * torch.fft.fftfreq(x.shape[1], 0.25),
         x[:, :4] + torch.fft.rfftfreq(6),
