@@ -15,6 +15,7 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, BadInputSpec, ExportFailed, GateFailed, RunFailed, no_space, one_line
 from accel.progress import report
 from accel.proof.gates import OutputGate, case_name, worst_result
+from accel.signature import Signature
 from accel.signature.conditions import Condition, breaking_sizes, ranges_held
 from accel.sources.onnx.file import describe, external_files, read_without_weights
 from accel.sources.output_specs import farthest
@@ -77,14 +78,17 @@ class OpsetNotGiven(ExportFailed):
     """Raised if the opset of an exporter's file differs from the requested opset."""
 
 
-def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof: Proof | None = None) -> Artifact:
+def onnx_from_torch(
+    src: Artifact, config: OnnxFromTorchConfig, out: Path, proof: Proof | None = None, *, advise: bool = True
+) -> Artifact:
     """Exports ``src`` (kind ``torch``) to ``out``.
 
     The file of an exporter has to pass the ONNX checker and match the signature of ``src``. The file's outputs have to
     agree with eager PyTorch at every combination of dim sizes in ``src.signature.cases()``. ``proof`` has the gates
     that check the signature and the outputs of the file. If ``proof`` has no gate for outputs, the largest allowed
     error is the default for the precision of ``src``. The notes name the chosen exporter, tell why each earlier
-    exporter was refused, and have the ``conditions`` on sizes under which the graph equals the model.
+    exporter was refused, and have the ``conditions`` on sizes under which the graph equals the model. With ``advise``,
+    a failed export is tried with fewer dynamic dims, for the error message.
 
     Raises ``ExportFailed`` if no exporter succeeds, with the reason for each failure. Raises ``BadInputSpec`` if
     PyTorch can't run the model at the smallest or largest declared size of a dim, or if no graph equals the model at
@@ -157,7 +161,9 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     fault = own_fault(src, named(src), off)
     if read and not fault:
         fault = f"; keep the values of the inputs in tensors: {_fixes(read)}"
-    raise ExportFailed(f"no exporter gave a correct model of {spec} ({reasons}){fault or _advice(src)}")
+    if advise and not fault:
+        fault = _advice(src, config, out)
+    raise ExportFailed(f"no exporter gave a correct model of {spec} ({reasons}){fault}")
 
 
 def _name(src: Artifact) -> str:
@@ -195,18 +201,45 @@ def _remove(out: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def _advice(src: Artifact) -> str:
-    """Returns the end of an error message, with the advice to export the model for one fixed size. Returns "" if no dim
-    is dynamic.
+def _advice(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> str:
+    """Returns the end of an error message, with the advice to export the model for one size of its dims, or for one
+    size of all dims but the batch. Returns "" if the export fails for these too, or if no dim is dynamic.
 
     Code that computes with sizes as numbers can be traced for one size only.
     """
-    if not src.signature.dims:
-        return ""
-    sizes = src.signature.sizes()
-    fixed = [str(spec.with_dims(sizes)) for spec in src.signature.inputs]
-    fixed = [shlex.quote(text) for text in fixed] if is_command_line() else fixed
-    return f"; try one size instead of a dynamic one: {option('inputs', fixed)}"
+    usual, batch = src.signature.sizes(), src.signature.batch_dim
+    for sizes in ({dim: size for dim, size in usual.items() if dim != batch}, usual):
+        if not sizes:
+            continue
+        report("onnx_from_torch: trying one size")
+        try:
+            fixed = _at_sizes(src, sizes)
+            onnx_from_torch(fixed, config, out, advise=False)
+        except AccelError:
+            continue
+        finally:
+            _remove(out)
+        inputs = [str(spec) for spec in fixed.signature.inputs]
+        inputs = [shlex.quote(text) for text in inputs] if is_command_line() else inputs
+        return f"; try one size instead of a dynamic one: {option('inputs', inputs)}"
+    return ""
+
+
+def _at_sizes(src: Artifact, sizes: Mapping[str, int]) -> Artifact:
+    """Returns ``src`` with fixed ``sizes`` of some dims. Runs the model for the sizes of its outputs."""
+    from accel.sources.torch.call import run_named
+
+    signature = src.signature
+    left = {dim: bounds for dim, bounds in signature.dims.items() if dim not in sizes}
+    with quiet_export():
+        found = run_named(named(src), signature, signature.example_inputs())
+    outputs = [
+        replace(spec, shape=tuple(dim if dim in left else size for dim, size in zip(spec.shape, shape, strict=True)))
+        for spec, shape in ((spec, found[spec.name].shape) for spec in signature.outputs)
+    ]
+    return replace(
+        src, signature=Signature(tuple(spec.with_dims(sizes) for spec in signature.inputs), tuple(outputs), left)
+    )
 
 
 def _too_far(src: Artifact) -> str:

@@ -153,7 +153,7 @@ def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, mo
 
 def test_no_rung_is_right(tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If no exporter can export the model, the error must say why each exporter failed, and must not contain a
-    traceback."""
+    traceback, or advice that doesn't help."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("not this one")
@@ -167,7 +167,7 @@ def test_no_rung_is_right(tmp_path: Path, cli: Any, own_cache: Path, monkeypatch
     assert "no exporter gave a correct model" in ran.stderr
     assert "dynamo:" in ran.stderr
     assert "legacy:" in ran.stderr
-    assert "try one size instead of a dynamic one: --input '" in ran.stderr
+    assert "try one size" not in ran.stderr
     assert "Traceback" not in ran.stderr
     assert list(tmp_path.glob("odd.onnx*")) == []
 

@@ -127,6 +127,38 @@ def test_the_advice_works(tmp_path: Path, cli: Any) -> None:
         assert ran.code == 0, ran.stderr
 
 
+class Places(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([float(i) for i in range(x.shape[1])])
+
+
+class Projected(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = torch.nn.LSTM(5, 8, proj_size=3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.lstm(x[..., None].expand(-1, -1, 5))[0]
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_the_advice_to_fix_sizes_works(tmp_path: Path) -> None:
+    """Fails if the advice about a model that computes with a size as a number fixes the batch too, doesn't work, or is
+    given for a model that can't be exported at one size either."""
+    given: Any = {"example": (torch.randn(2, 6),), "out": tmp_path / "m.onnx"}
+    named = {"x": {0: "rows", 1: "n"}}
+    with pytest.raises(ExportFailed, match="try one size") as raised:
+        accel.export(Places(), **given, dynamic=named)
+    advice = str(raised.value).rpartition(": inputs=")[2]
+    assert advice == "['x:float32[rows,6]']"
+    made = accel.export(Places(), inputs=eval(advice), out=tmp_path / "m.onnx")
+    with accel.load(made) as session:
+        torch.testing.assert_close(session(torch.ones(5, 6)), Places()(torch.ones(5, 6)))
+    with pytest.raises(ExportFailed) as refused:
+        accel.export(Projected(), **given, dynamic=named)
+    assert "one size" not in str(refused.value)
+
+
 def test_statistics_of_the_batch_are_said(tmp_path: Path, cli: Any) -> None:
     """If a layer in training mode makes a sample's output depend on the other samples of the batch, export must print a
     warning. Also fails if export warns although no layer is in training mode."""
