@@ -25,7 +25,7 @@ from ..output_specs import far_runs, output_specs, probe_cases, same_output, ste
 from .arguments import Called
 from .probe.changed_state import changes_words
 from .probe.checked_bags import checked_bags
-from .probe.fitting_inputs import fitting_inputs
+from .probe.fitting_inputs import axes_of_one_size, fitting_inputs
 from .probe.integer_bounds import smaller_tables
 from .probe.random_draws import random_draws
 
@@ -252,7 +252,7 @@ def discover_outputs(
                     f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}; {training}"
                 ) from error
             fix = smaller_tables(signature, run) or step_advice(signature, run)
-            fix = fix or fitting_inputs(module, signature, run)
+            fix = fix or fitting_inputs(module, signature, run) or axes_of_one_size(signature, run)
             raise BadSource(
                 f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}"
                 f"{fix or '; correct ' + options('inputs', 'dims')}"

@@ -1,4 +1,4 @@
-"""Finds declarations of inputs that a module takes, if it fails on the declared ones."""
+"""Finds declarations of inputs that a module takes, if it fails on the declared ones at some sizes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,35 @@ def fitting_inputs(module: torch.nn.Module, signature: Signature, run: Callable[
             continue
         if _takes(tried, run):
             return f"; the model takes other inputs: declare {option('inputs', list(map(str, inputs)))}"
+    return ""
+
+
+def axes_of_one_size(signature: Signature, run: Callable[[Feeds], object]) -> str:
+    """Returns the advice to give two axes of the inputs one name, if ``run`` fails only because their sizes differ, or
+    "" if that doesn't help. Tries axes that have the same usual size."""
+    if not _takes(signature, run, usual=True):
+        return ""
+    usual = signature.sizes()
+    places = [
+        (place, axis, dim, usual.get(dim, dim) if isinstance(dim, str) else dim)
+        for place, spec in enumerate(signature.inputs)
+        for axis, dim in enumerate(spec.shape)
+    ]
+    for (_, _, dim, size), (place, axis, other, same) in islice(permutations(places, 2), _TRIES):
+        if size != same or dim == other or dim not in signature.dims:
+            continue
+        inputs = list(signature.inputs)
+        shape = inputs[place].shape
+        inputs[place] = replace(inputs[place], shape=(*shape[:axis], dim, *shape[axis + 1 :]))
+        named = {one for spec in inputs for one in spec.shape}
+        try:
+            tried = Signature(tuple(inputs), (), {d: bounds for d, bounds in signature.dims.items() if d in named})
+        except AccelError:  # a bound names a dim that is gone
+            continue
+        if _takes(tried, run):
+            return (
+                f"; the axes have one size, so give them one name: declare {option('inputs', list(map(str, inputs)))}"
+            )
     return ""
 
 

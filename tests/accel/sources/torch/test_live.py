@@ -400,6 +400,22 @@ def test_a_first_dim_gets_the_sizes_that_run() -> None:
     assert source.open().signature.dims["rows"] == DimRange(3, 5, 20)
 
 
+class Weighted(nn.Module):
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (ids * weights).sum(1)
+
+
+def test_axes_of_one_size_get_one_name() -> None:
+    """Fails if the message about two axes that have to be of one size doesn't say so, or if its advice doesn't work."""
+    example = (torch.arange(20).reshape(4, 5), torch.rand(4, 5))
+    with pytest.raises(BadSource, match="the axes have one size, so give them one name: declare inputs=") as raised:
+        accel.Source(Weighted(), example=example, dynamic={"ids": {1: "n"}}).open()
+    declared = eval(str(raised.value).rpartition("inputs=")[2])
+    assert [text.partition("[")[2].partition("]")[0] for text in declared] == ["batch,n", "batch,n"]
+    for words in ({"inputs": declared}, {"inputs": declared, "example": example}):
+        assert accel.Source(Weighted(), **words).open().signature.dynamic_dims == ("batch", "n")
+
+
 def test_a_pickle_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
     """Fails if accel unpickles a model file outside the user's cache."""
     source = accel.Source(nn.Linear(4, 3), example=(X,))
