@@ -56,8 +56,20 @@ def conditions_on_sizes(program: torch.export.ExportedProgram, signature: Signat
             recorded += [symbol <= ends.upper] if ends.upper < _ANY_SIZE else []
     # A condition on a size that depends on values has a symbol that is no dim of an input.
     known = [one for one in recorded if one.free_symbols and one.free_symbols <= set(dims) and not _of_tracing(one)]
-    texts = dict.fromkeys(PythonPrinter().doprint(one.xreplace(dims)) for one in known)
+    texts = dict.fromkeys(PythonPrinter().doprint(_plain(one).xreplace(dims)) for one in known)
     return [text for text in texts if Condition.allows(text)]
+
+
+def _plain(condition: Any) -> Any:
+    """Returns ``n <= 512`` for ``min(512, n) == n``, which torch.export records for a slice of a table of 512 rows."""
+    import sympy
+    from torch.utils._sympy.functions import Min
+
+    if isinstance(condition, sympy.Eq):
+        for one, other in (condition.args, condition.args[::-1]):
+            if isinstance(one, Min | sympy.Min) and other in one.args:
+                return sympy.And(*(other <= limit for limit in one.args if limit != other))
+    return condition
 
 
 def _of_tracing(condition: Any) -> bool:

@@ -96,6 +96,23 @@ def test_a_range_with_two_ways_is_refused(
     accel.export(model, **given, dims=eval(fix.removeprefix("dims=")))
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(80, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows[: x.shape[1]] + x[..., None]
+
+
+def test_a_slice_of_a_table(tmp_path: Path) -> None:
+    """Fails if a session takes more places than a table has, or if the condition is hard to read."""
+    made = accel.export(Table(), example=(torch.randn(2, 16),), dynamic=N, out=tmp_path / "m.onnx")
+    assert [condition.text for condition in made.conditions] == ["n <= 80"]
+    with accel.load(made) as session, pytest.raises(BadFeeds, match="which holds for n <= 80"):
+        session(torch.randn(2, 81))
+
+
 def test_a_condition_that_changes_nothing_is_dropped(tmp_path: Path) -> None:
     """Fails if a right file is refused or held back because of a condition whose two sides compute the same."""
     made = accel.export(NoMatter(), example=(torch.randn(2, 16),), dynamic=N, out=tmp_path / "m.onnx")
