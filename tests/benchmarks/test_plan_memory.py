@@ -31,6 +31,7 @@ def test_the_plan_tells_the_measured_peak(name: str) -> None:
         assert total == pytest.approx(row[measured], rel=0.05)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_ranks_hold_what_is_planned() -> None:
     """Fails if DDP keeps gradients beside its buckets, if a pipeline keeps the outputs of all micro-batches, or if a

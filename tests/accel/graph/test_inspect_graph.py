@@ -66,11 +66,12 @@ def test_formulas_by_hand() -> None:
         weight("q", 8, 7, kind=np.int8), numpy_helper.from_array(np.float32(0.1), "one"),
     ]  # fmt: skip
 
-    def value(name: str, shape: list[int] | None, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+    def value(name: str, shape: list[int], kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
         return helper.make_tensor_value_info(name, kind, shape)
 
     inputs = [value("x", [1, 4, 8, 8]), value("s", [3, 2, 4]), value("a", [2, 8], TensorProto.INT8)]
-    graph = helper.make_graph(nodes, "g", inputs, [value("d", None), value("h", None), value("m", None)], constants)
+    outputs = [value("d", [1, 3, 8, 8]), value("h", [3, 1, 2, 5]), value("m", [2, 7])]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     signature, _ = describe_model(model)
     costs = {node.name: node for node in graph_cost(model, signature).nodes}
