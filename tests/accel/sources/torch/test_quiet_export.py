@@ -32,7 +32,7 @@ class Meeting(nn.Module):
             Meeting.entered.set()
             assert Meeting.printed.wait(60)
         print("the model says")
-        return torch.hypot(x, x)
+        return torch.special.bessel_j0(x)
 
     own: Any = None
 
@@ -63,7 +63,7 @@ def test_another_thread_prints_during_an_export(tmp_path: Path, capfd: pytest.Ca
     Meeting.own = sys.stdout
 
     def export() -> None:
-        with pytest.raises(ExportFailed, match="hypot"):
+        with pytest.raises(ExportFailed, match="bessel"):
             accel.export(Meeting(), example=(torch.ones(2, 3),), out=tmp_path / "m.onnx", use_cache=False)
 
     capfd.readouterr()
