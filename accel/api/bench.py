@@ -275,7 +275,7 @@ def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> Non
     sources = [kind.name for kind in KINDS.values() if kind.framework]
     for (dim, size), artifact in product(sizes.items(), [one.artifact for one in ready]):
         known = artifact.signature.dims.get(dim)
-        if known is None or known.min <= size <= known.max:  # later code raises an error for an unknown dim
+        if known is None or known.holds(size):  # later code raises an error for an unknown dim
             continue
         if known == DimRange.default(dim) and artifact.kind != "engine":
             continue
@@ -302,7 +302,7 @@ def _unchecked(ready: Sequence[Candidate], sizes: Sequence[Mapping[str, int]]) -
         if one.artifact.manifest is None or not one.artifact.history:
             continue
         for dim, known in one.artifact.signature.dims.items():
-            beyond = [given[dim] for given in sizes if dim in given and not known.min <= given[dim] <= known.max]
+            beyond = [given[dim] for given in sizes if dim in given and not known.holds(given[dim])]
             if beyond:
                 wider = option("dims", {dim: str(known.to_hold(max(beyond)))})
                 return (

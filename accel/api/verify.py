@@ -17,7 +17,7 @@ from accel.decoders.proof import DecoderGate, whole_logits
 from accel.decoders.replay import Replay
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report, shows_progress
-from accel.proof.compare import INTEGERS_ALONE, Difference, compare, holds_floats, worst
+from accel.proof.compare import INTEGERS_ALONE, Difference, compare, holds_floats, near_integers, worst
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, Bound, DimRange, Feeds, Signature, TensorSpec
 from accel.signature.decoder import IDS, LOGITS, Cache, is_decoder, is_stateful, step_sizes
@@ -187,8 +187,8 @@ def verify(
                 raise failed_on_data(error, samples_path, feeds, first.signature, second.signature) from error
             found.append(compare(wanted, got))
             cases.append(case)
-            near = {d.output for d in found[-1] if 0 < d.rel_l2 <= limit and not holds_floats(wanted[d.output])}
-            unequal |= near and near & one.integers_alone(cast_feeds(one, feeds))
+            if near := near_integers(found[-1], wanted, limit):
+                unequal |= near & one.integers_alone(cast_feeds(one, feeds))
             for name in (d.output for d in found[-1] if not d.problem and _by_sample(first, feeds, wanted[d.output])):
                 errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
     note = (

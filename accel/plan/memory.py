@@ -170,7 +170,7 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     element = PRECISIONS[layout.precision][4]
     unit = s * b * h * element
     narrow = t if layout.sequence_parallel else 1
-    residual = (4 if layout.precision.startswith("autocast") else element) / element
+    residual = layout.residual / element
     qkv = 1 + 2 * spec.kv_heads / spec.heads
     if layout.recompute == "full":
         return unit * residual / narrow
@@ -214,8 +214,7 @@ def kept_activations(spec: ModelSpec, layout: Layout) -> tuple[float, float] | N
     if spec.vocab:
         tokens = spec.seq * layout.micro_batch / layout.cp
         narrow = layout.tp if layout.sequence_parallel else 1
-        wide = 4 if layout.precision.startswith("autocast") else element
-        tail = 4 * tokens * -(-spec.vocab // layout.tp) + (wide / narrow + element) * tokens * spec.hidden
+        tail = 4 * tokens * -(-spec.vocab // layout.tp) + (layout.residual / narrow + element) * tokens * spec.hidden
         tail += (8 / narrow + 16) * tokens
     return first * each, last * each + (last if layout.pipeline == "gpipe" else 1) * tail
 

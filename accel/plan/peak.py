@@ -169,9 +169,8 @@ def _buffers(spec: ModelSpec, layout: Layout) -> _Buffers:
             gathered += 2 * weight * block / layout.shards
     if spec.is_transformer:
         narrow = layout.tp if layout.sequence_parallel else 1
-        wide = 4 if layout.precision.startswith("autocast") else element
         tokens = spec.seq * layout.micro_batch / layout.cp
-        flowing = tokens * spec.hidden * (wide / narrow + 4 * element / layout.tp)
+        flowing = tokens * spec.hidden * (layout.residual / narrow + 4 * element / layout.tp)
         made = 4 * gradient * spec.hidden**2 / layout.tp
     # A pipeline's first stage has no head.
     alone = layout.accumulation == 1 and not _keeps_buckets(layout)

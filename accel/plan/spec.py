@@ -199,6 +199,11 @@ class Layout(Axes):
         return self.dp * self.cp // self.replicate
 
     @property
+    def residual(self) -> int:
+        """Returns the bytes of a value between two layers. Under autocast, these values are float32."""
+        return 4 if self.precision.startswith("autocast") else PRECISIONS[self.precision][4]
+
+    @property
     def global_batch(self) -> int:
         """Returns the number of samples in a step, over all ranks."""
         return self.dp * self.micro_batch * self.accumulation

@@ -126,8 +126,7 @@ def expert_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     """
     if layout.ep == 1:
         return 0.0
-    element = 4 if layout.precision.startswith("autocast") else PRECISIONS[layout.precision][4]
-    own = spec.top_k * spec.seq * layout.micro_batch * spec.hidden * element
+    own = spec.top_k * spec.seq * layout.micro_batch * spec.hidden * layout.residual
     passes = 2 if layout.recompute == "none" else 3
     return layout.accumulation * spec.mixtures * passes * 2 * ring(own, layout.ep)
 
@@ -148,13 +147,12 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
     """
     if layout.pp == 1:
         return 0.0
-    element = 4 if layout.precision.startswith("autocast") else PRECISIONS[layout.precision][4]
     chunks = layout.chunks if layout.pipeline == "interleaved" else 2 if layout.pipeline == "zero-bubble" else 1
     sends = 2 * chunks
     if layout.pp == 2:
         sends = 2 if layout.pipeline == "zero-bubble" else sends - 1
     narrow = layout.tp if layout.sequence_parallel else 1
-    return sends * layout.accumulation * spec.seq * layout.micro_batch * spec.hidden * element / narrow
+    return sends * layout.accumulation * spec.seq * layout.micro_batch * spec.hidden * layout.residual / narrow
 
 
 def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:

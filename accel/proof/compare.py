@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +99,11 @@ def cosines(ref: np.ndarray, got: np.ndarray) -> np.ndarray:
     dots = (a * b).sum(axis=1)
     both_zero = (np.linalg.norm(a, axis=1) == 0) & (np.linalg.norm(b, axis=1) == 0)
     return np.where(both_zero, 1.0, dots / np.where(norms == 0, 1.0, norms))
+
+
+def near_integers(found: Sequence[Difference], reference: Mapping[str, np.ndarray], limit: float) -> set[str]:
+    """Returns the names of the outputs that hold integers or bools, and that differ by no more than ``limit``."""
+    return {one.output for one in found if 0 < one.rel_l2 <= limit and not holds_floats(reference[one.output])}
 
 
 def holds_floats(value: np.ndarray) -> bool:

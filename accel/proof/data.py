@@ -325,7 +325,7 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
                     f"{where}: input {name!r} has the dim {dim} of size {size}, but the model takes multiples of "
                     f"{bounds.step}; pad or cut the dim to {bounds.beside(size)}"
                 )
-            if not bounds.min <= size <= bounds.max:
+            if not bounds.holds(size):
                 raise BadData(
                     f"{where}: input {name!r} has the dim {dim} of size {size}, outside the range "
                     f"{bounds.min}..{bounds.max}; widen the range with {option('dims', {dim: bounds.to_hold(size)})}"

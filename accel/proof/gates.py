@@ -18,7 +18,7 @@ from accel.runtimes.base import ROUNDED, BaseSession, Session, SessionOptions, d
 from accel.signature import Signature, new_names
 from accel.stage import NOT_FINITE, GateResult, path_sha256
 
-from .compare import INTEGERS_ALONE, Difference, compare, holds_floats
+from .compare import INTEGERS_ALONE, Difference, compare, near_integers
 from .room import MemoryRoom
 from .stream import SampleStream
 
@@ -115,10 +115,10 @@ class OutputGate:
                         raise
                     reason = one_line(error)
                     raise GateFailed(f"the model that the stage made fails on inputs ({case}): {reason}") from error
-                for one in compare(wanted, found):
-                    if 0 < one.rel_l2 <= self.limit and not holds_floats(wanted[one.output]):
-                        near[len(results)] = feeds
-                    results.append(output_result(self.name, case, one, self.limit))
+                differences = compare(wanted, found)
+                integers = near_integers(differences, wanted, self.limit)
+                near |= {len(results) + i: feeds for i, one in enumerate(differences) if one.output in integers}
+                results += [output_result(self.name, case, one, self.limit) for one in differences]
         # The source model has to accept all random inputs, because random inputs fit the signature. The source model
         # may refuse some of the user's samples, because a sample that is cut to the dim sizes of a test case may become
         # invalid. If the source model refuses all samples, the gate raises the first error.

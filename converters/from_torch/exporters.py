@@ -60,12 +60,8 @@ def example(src: Artifact) -> tuple[Any, ...]:
 
 
 def dynamo(src: Artifact, opset: int, out: Path) -> list[str]:
-    """Exports ``src`` with ``torch.export`` and translates the program to ONNX. Returns the sizes at which the program
-    is valid (see ``conditions_on_sizes``).
-
-    Errors of torch are raised unchanged. Raises ``BadInputSpec`` if a dim's declared range holds sizes at which the
-    program isn't valid.
-    """
+    """Exports ``src`` with ``torch.export`` and translates the program to ONNX. Returns the conditions
+    on sizes under which the program equals the model. Errors of torch are raised unchanged."""
     import torch
 
     from accel.sources.torch.dims import conditions_on_sizes, export_dim

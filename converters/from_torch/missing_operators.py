@@ -279,7 +279,7 @@ def _holds_integers(x: Any, other: Any) -> bool:
 
 
 def _divisible(x: Any, other: Any) -> tuple[Any, Any, int]:
-    """Returns both operands in an integer type that ONNX Runtime divides, and the type that the result has."""
+    """Casts both operands to an integer type that ONNX Runtime divides. Returns them and the type of the result."""
     import onnx_ir as ir
 
     op = operators()

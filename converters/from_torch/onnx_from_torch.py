@@ -115,7 +115,7 @@ def onnx_from_torch(
                 if read := _read(src, branches):
                     raise ExportFailed(f"the file has constants for the values that Python reads at {_where(read)}")
             made = _verified(src, config, out, SEEDS[rung], proof)
-            matter = _that_matter(conditions, src, made, proof)
+            matter = _that_matter(conditions, src, made, _output_gate(src, proof))
         except AccelError as error:
             refused[rung] = str(error)
             no_rule = str(error) if isinstance(error, NoComplexRule) else no_rule
@@ -340,11 +340,10 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
     plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
     made, given = proof.of(plain)
     results = list(given)
-    given_gate = any(isinstance(gate, OutputGate) for gate in proof.gates)
     gate = _output_gate(src, proof)
     if gate.deferred and seeds <= gate.seeds:
         return replace(made, notes={"deferred_limit": gate.limit})
-    if given_gate and not gate.deferred:
+    if gate in proof.gates and not gate.deferred:
         results += gate.check_seeds(src, made, seeds)
     else:
         results += OutputGate(limit=gate.limit, seeds=seeds).check(src, made)
@@ -359,7 +358,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
     return replace(made, notes={"worst_rel_l2": worst.value if worst else None})
 
 
-def _that_matter(conditions: Sequence[str], src: Artifact, made: Artifact, proof: Proof) -> list[str]:
+def _that_matter(conditions: Sequence[str], src: Artifact, made: Artifact, gate: OutputGate) -> list[str]:
     """Returns the conditions on sizes that hold the file back at sizes beyond the ranges of the dims.
 
     If sizes in the ranges break a condition, the file is run there, because torch.export also records conditions that
@@ -372,33 +371,43 @@ def _that_matter(conditions: Sequence[str], src: Artifact, made: Artifact, proof
         sizes = breaking_sizes(condition, src.signature)
         case = case_name(sizes) if sizes is not None else ""
         if sizes is not None and case not in nothing and len(nothing) < _RUN:
-            off: list[GateResult] = []
             try:
-                off = [one for one in _output_gate(src, proof).check_at(src, made, sizes) if one.passed is False]
-                wrong = f"an error of {off[0].value:.2g}" if off else ""
-                nothing[case] = not off
-            except RunFailed:  # PyTorch can't run the model at these sizes
-                nothing[case], wrong = False, ""
-            except GateFailed as error:
-                wrong = one_line(error)
-            if wrong:
-                holds = f"its graph, which holds for {condition.text} ({wrong})"
+                nothing[case] = _same_at(gate, src, made, sizes)
+            except OutputsOff as error:
                 raise OtherBranch(
-                    f"at {case} the model does something else than {holds}", off, _narrower(parsed, src, made, proof)
-                )
+                    f"at {case} the model does something else than its graph, which holds for {condition.text} "
+                    f"({error})",
+                    error.results,
+                    _narrower(parsed, src, made, gate),
+                ) from error
         if not nothing.get(case, False):
             kept.append(condition.text)
     return kept
 
 
-def _narrower(conditions: Sequence[Condition], src: Artifact, made: Artifact, proof: Proof) -> str:
+def _same_at(gate: OutputGate, src: Artifact, made: Artifact, sizes: Mapping[str, int]) -> bool:
+    """Tells whether ``made`` gives the outputs of ``src`` at ``sizes``. Returns False if PyTorch can't run ``src``
+    there. Raises ``OutputsOff`` if the outputs differ, or if only ``made`` can't run."""
+    try:
+        off = [one for one in gate.check_at(src, made, sizes) if one.passed is False]
+    except RunFailed:
+        return False
+    except GateFailed as error:
+        raise OutputsOff(one_line(error), ()) from error
+    if off:
+        raise OutputsOff(f"an error of {off[0].value:.2g}", off)
+    return True
+
+
+def _narrower(conditions: Sequence[Condition], src: Artifact, made: Artifact, gate: OutputGate) -> str:
     """Returns the advice to narrow the ranges of dims so that ``conditions`` hold, or "" if the file is wrong then
     too."""
     held = ranges_held(conditions, src.signature)
     narrow = src.signature.with_dims(held)
-    gate = OutputGate(limit=_output_gate(src, proof).limit, seeds=1)
     try:
-        results = gate.check(replace(src, signature=narrow), replace(made, signature=narrow))
+        results = OutputGate(limit=gate.limit, seeds=1).check(
+            replace(src, signature=narrow), replace(made, signature=narrow)
+        )
     except AccelError:
         return ""
     right = held and all(one.passed is not False for one in results)
@@ -412,7 +421,4 @@ def _output_gate(src: Artifact, proof: Proof) -> OutputGate:
     return gates[0] if gates else OutputGate(limit=EXPORT_LIMITS[src.properties.get("precision", "fp32")])
 
 
-_RUNGS: dict[str, Callable[[Artifact, int, Path], list[str]]] = {
-    "dynamo": dynamo,
-    "legacy": legacy,
-}
+_RUNGS: dict[str, Callable[[Artifact, int, Path], list[str]]] = {"dynamo": dynamo, "legacy": legacy}

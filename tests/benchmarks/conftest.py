@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Returns the module of the path ``SCRIPT`` of the test's file."""
+    """Imports the script whose path is ``SCRIPT`` in the test's file. Returns the module."""
     path = request.module.SCRIPT
     monkeypatch.syspath_prepend(str(path.parent))  # child processes import the script from this folder
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -298,7 +298,7 @@ def _batch(signature: Signature, batch: int, sizes: Mapping[str, int]) -> dict[s
 def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
     for dim, size in sizes.items():
         known = signature.dims[dim]
-        if not known.min <= size <= known.max:
+        if not known.holds(size):
             raise BadInputSpec(
                 f"size {size} of dim {dim} is outside the checked range {known.min}..{known.max} of the model; pass "
                 f"{option('dims', {dim: known.to_hold(size)})}"

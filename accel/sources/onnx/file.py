@@ -404,10 +404,12 @@ def check(path: Path) -> str | None:
     ONNX Runtime accept the file."""
     import onnxruntime
 
-    model = read_without_weights(path)
-    inferred = bool(without_shape(_light_as_is(path)))
-    checked = not inferred or not without_shape(model)
-    if checked and (fault := refused_by_checker(model if inferred else str(path), lambda: model.graph.node)):
+    model = _light_as_is(path)
+    inferred = bool(without_shape(model))
+    model = with_output_shapes(model)
+    if not without_shape(model) and (
+        fault := refused_by_checker(model if inferred else str(path), lambda: model.graph.node)
+    ):
         return fault
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4

@@ -11,7 +11,7 @@ from accel.signature.conditions import Condition
 
 # torch.export treats the sizes 0 and 1 as constants, so its conditions may leave these sizes out without a reason.
 _TRACED = 2
-# From here on, a bound of torch.export means that any size is valid.
+# A bound of torch.export that is at least this large means that any size is valid.
 _ANY_SIZE = 1 << 24
 
 

@@ -13,7 +13,7 @@ from ...protocol import messages as proto
 
 _Request = proto.message("ModelInferRequest")
 _RAW = _Request.DESCRIPTOR.fields_by_name["raw_input_contents"].number
-LARGE = 1 << 16
+LARGE = 1 << 16  # bytes that aren't worth a copy
 _MOST_REST = 1 << 20  # a larger rest has typed contents, which protobuf has to read
 _BYTES = 2  # the wire type of messages, texts and bytes
 

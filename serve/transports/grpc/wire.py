@@ -12,11 +12,10 @@ from ...protocol import messages as proto
 from ...protocol.inference import DurationStatistic, ModelStatistics, Parameter
 from ...protocol.tensors import DATATYPES, encode, invalid
 from ..parameters import memory_slice, wanted_output
-from .message import ReceivedRequest
+from .message import LARGE, ReceivedRequest
 
 _InferResponse = proto.message("ModelInferResponse")
 # The tag of an entry of raw_output_contents: the number of the field, and the wire type of bytes.
-_LARGE = 1 << 16  # bytes that aren't worth a copy
 _LONG_ID = 64
 _RAW_TAG = bytes([_InferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | 2])
 
@@ -128,7 +127,7 @@ class Reply:
         for raw in self._raws:
             parts += (_RAW_TAG, _varint(len(raw)), raw)
             size += len(raw)
-        return tuple(parts) if size > _LARGE else (b"".join(parts),)
+        return tuple(parts) if size > LARGE else (b"".join(parts),)
 
     def message(self) -> Any:
         """Returns the protobuf message."""

@@ -65,7 +65,7 @@ def test_while_candidates_are_made(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the search vary session options even if other tests take the cores."""
+    """Lets the search vary session options although other tests use the cores."""
     monkeypatch.setattr("accel.optimizer.search.disturbed", lambda *_: "")
 
 

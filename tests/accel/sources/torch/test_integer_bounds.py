@@ -402,7 +402,7 @@ def test_no_bags_do_not_end_the_process(tmp_path: Path) -> None:
 
 
 def test_one_offset_is_an_error_if_it_ends_the_last_bag() -> None:
-    """Fails if a declared range makes accel run a model on no bags."""
+    """Fails if a single offset that ends the last bag isn't refused, although there is no bag then."""
     bags = torch.nn.EmbeddingBag(20, 4, mode="sum", padding_idx=0, include_last_offset=True)
     with pytest.raises(ValueError, match="the 1 offsets of an embedding bag make no bag"), checked_bags(bags):
         bags(torch.arange(3), torch.tensor([0]))
