@@ -8,7 +8,7 @@ import math
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
@@ -26,6 +26,7 @@ from ..graph.padding import keep_zero_padding
 from ..graph.write import write_onnx
 from .experts import every_expert
 from .loops.as_scans import loops_as_scans
+from .operators.table import translation_table
 from .plain_attention import plain_attention
 from .shortcuts.decompositions import few_decompositions
 from .shortcuts.rules_by_operator import rules_by_operator
@@ -92,7 +93,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> list[str]:
             external_data=False,
             optimize=True,
             verbose=False,
-            custom_translation_table=_translations(),
+            custom_translation_table=translation_table(),
         )
 
     def program_of(dims: Mapping[str, Any]) -> Any:
@@ -256,25 +257,6 @@ def _apart(out: Path) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="export-", dir=out.parent) as folder:
         yield Path(folder, "exported.onnx")
-
-
-def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of the operators that torch's exporter translates wrongly or not at all. The table
-    covers ``stable_operators``, ``missing_operators``, ``adaptive_pooling``, ``linear_systems`` and accel's own
-    operators.
-
-    A model can hold accel's operators only after ``accel.kernels.torch.operators`` was imported, because the import
-    registers the operators.
-    """
-    from . import adaptive_pooling, linear_systems, missing_operators, stable_operators
-
-    table = stable_operators.translation_table() | missing_operators.translation_table()
-    table |= adaptive_pooling.translation_table() | linear_systems.translation_table()
-    if "accel.kernels.torch.operators" in sys.modules:
-        from accel.kernels.onnx import export as onnx_export
-
-        table |= onnx_export.translation_table()
-    return table
 
 
 def _finish_graph(src: Artifact, model: onnx.ModelProto, out: Path, outputs: Sequence[str]) -> None:

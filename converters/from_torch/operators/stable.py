@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .missing_operators import operators
+from .opset import operators
 
 # The axes of the keys of an attention, with the last two swapped.
 _SWAPPED = [0, 1, 3, 2]

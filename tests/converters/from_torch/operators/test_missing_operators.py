@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import accel
-from accel.converters.from_torch import missing_operators, onnx_from_torch
+from accel.converters.from_torch import onnx_from_torch
+from accel.converters.from_torch.operators import integers
 from accel.errors import ExportFailed
 
 ROWS = torch.tensor([0, 2, 2, 1, 2])
@@ -131,7 +132,7 @@ def test_the_gate_asks_for_equal_integers(tmp_path: Path, monkeypatch: pytest.Mo
     """Fails if an export passes whose integers are only nearly those of PyTorch, or if the advice fails when it is
     followed. The second output rounds floats, and needs no equality. Without accel's translation, the exporter divides
     integers as floats, which is exact for small numbers."""
-    monkeypatch.setattr(missing_operators, "_of_integers", dict)
+    monkeypatch.setattr(integers, "translation_table", dict)
     monkeypatch.setitem(onnx_from_torch._RUNGS, "legacy", onnx_from_torch._RUNGS["dynamo"])
     only: Any = {"out": tmp_path / "m.onnx"}
     said = r"output_0 has an error of .*from integers alone.*give their range with inputs=\['x:int64\[n\]\{0..1000\}'\]"

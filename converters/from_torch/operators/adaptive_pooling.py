@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
-from .missing_operators import operators
+from .opset import operators
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel.errors import ExportFailed
 
-from .missing_operators import operators
+from .opset import operators
 
 # The largest number of rows of a matrix. The graph has some 20 nodes for each row.
 _LARGEST = 32

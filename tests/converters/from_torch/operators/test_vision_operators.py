@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import accel
-from tests.converters.from_torch.vision_operators import declare_operators
+from tests.converters.from_torch.operators.vision_operators import declare_operators
 
 declare_operators()
 
