@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
-import pickle
+import sys
 import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel.artifact import combined_sha256, file_sha256
+from accel.artifact import file_sha256
+from accel.errors import BadSource
 
 from ..python_object import is_installed
 
@@ -53,39 +54,43 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return as_bytes(tensor.cpu()).numpy().data
 
 
-def code_sha256(module: torch.nn.Module) -> str:
-    """Returns the sha256 of the files that define the classes of the module and its submodules."""
-    files = set()
-    for kind in {type(m) for m in module.modules()}:
-        try:
-            files.add(inspect.getfile(kind))
-        except (TypeError, OSError):
-            continue
-    return combined_sha256(sorted({file_sha256(Path(f)) for f in files if Path(f).is_file()}) or [""])
-
-
 def code_and_attributes_sha256(module: torch.nn.Module) -> str:
     """Returns the sha256 of the class, the code and the attributes of ``module`` and all its submodules.
 
-    A class of an installed package is hashed by its file. Any other class is hashed by the bytecode of its functions.
-    The hash also covers the functions, classes and plain values that the hashed functions use as globals. An object
-    that can't be pickled and has no ``__dict__`` is hashed by the name of its class. The hash doesn't use a
-    pickle of the whole module, because the pickle's bytes differ between two runs of the same program.
+    A class of an installed package is hashed by its file and the version of the package. Any other class is hashed by
+    the bytecode of its functions. The hash also covers the functions, classes and values that the hashed functions use
+    by name, also those of other modules. An object is hashed by the parts from which ``pickle`` makes a copy. The hash
+    doesn't use a pickle of the whole module, because the pickle's bytes differ between two runs of the same program.
+
+    Raises ``BadSource`` if the attributes are nested too deeply.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return hashlib.sha256(script_bytes(module)).hexdigest()
     walk = _Walk()
+    try:
+        _add_modules(walk, module)
+    except RecursionError as error:
+        raise BadSource(
+            f"the attributes of {type(module).__name__} are nested too deeply to compare them; remove the nested "
+            "attribute, such as a linked list"
+        ) from error
+    return walk.digest.hexdigest()
+
+
+def _add_modules(walk: _Walk, module: torch.nn.Module) -> None:
     for name, part in module.named_modules(remove_duplicate=False):
         walk.add("module", name)
         walk.kind(type(part))
+        is_graph = isinstance(part, torch.fx.GraphModule)
+        if is_graph:
+            walk.value(type(part).forward)  # the class is of torch, and its code was made for this module
         for key, value in vars(part).items():
-            if key not in _OWN:
+            if key not in _OWN and (not is_graph or isinstance(value, torch.Tensor)):
                 walk.add(key)
                 # Hashes the hooks without their ids. Torch counts the ids over all modules of a process, so the id of
                 # a hook differs between runs.
                 walk.value(list(value.values()) if key.startswith("_forward_") else value)
         walk.value({key: part._buffers[key] for key in sorted(part._non_persistent_buffers_set)})
-    return walk.digest.hexdigest()
 
 
 def function_sha256(function: Any) -> str:
@@ -112,6 +117,7 @@ class _Walk:
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
         self._seen: dict[int, int] = {}
+        self._entered: set[tuple[Any, ...]] = set()  # the modules whose attributes were looked up, with the names
         self._kept: list[Any] = []  # keeps the objects alive, so that no id is used twice
 
     def add(self, *texts: str) -> None:
@@ -119,8 +125,11 @@ class _Walk:
             self.digest.update(f"{len(text)} {text}\n".encode(errors="backslashreplace"))
 
     def value(self, value: Any) -> None:
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        if value is None or isinstance(value, bool | int | float | complex | str):
             self.add(type(value).__name__, repr(value))
+        elif isinstance(value, bytes | bytearray):
+            self.add(type(value).__name__, str(len(value)))
+            self.digest.update(value)
         elif isinstance(value, torch.dtype | torch.device | torch.Size | types.EllipsisType | slice):
             self.add(str(value))
         elif id(value) in self._seen:
@@ -133,7 +142,10 @@ class _Walk:
     def _object(self, value: Any) -> None:
         self.add(type(value).__module__, type(value).__qualname__)
         if isinstance(value, torch.Tensor):
-            self.add(tensor_sha256(value))
+            try:
+                self.add(tensor_sha256(value))
+            except RuntimeError:  # a tensor without values, such as one on the device "meta"
+                self.add(str(value.dtype), str(tuple(value.shape)))
         elif isinstance(value, type):
             self.kind(value)
         elif isinstance(value, types.FunctionType):
@@ -141,32 +153,49 @@ class _Walk:
         elif isinstance(value, types.MethodType):
             self.value(value.__func__)
             self.value(value.__self__)
-        elif isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+        elif isinstance(value, torch.jit.ScriptFunction):
+            self.add(str(value.code))
+        elif isinstance(value, types.ModuleType):
+            self.add(value.__name__, _version(value.__name__))
+        elif isinstance(value, types.BuiltinFunctionType):
             self.add(value.__name__)
+            self.value(value.__self__)  # the object of a method, or the module of a function
+        elif isinstance(value, torch.nn.Module):
+            self.kind(type(value))
+            self.value(dict(vars(value)))
         elif isinstance(value, Mapping):
             self._all(pair for item in value.items() for pair in item)
         elif isinstance(value, set | frozenset):
             self._all(sorted(value, key=repr))
         elif isinstance(value, list | tuple):
             self._all(value)
-        elif not self._pickled(value) and hasattr(value, "__dict__"):
-            self.kind(type(value))
-            self.value(dict(vars(value)))
+        else:
+            self._parts(value)
 
     def _all(self, values: Iterable[Any]) -> None:
         for value in values:
             self.value(value)
 
-    def _pickled(self, value: Any) -> bool:
-        """Adds the pickle of ``value`` to the digest if the class of ``value`` is from an installed package. Returns
-        False for any other class, because a pickle doesn't contain the code of the class."""
-        if isinstance(value, torch.nn.Module) or not is_installed(type(value).__module__):
-            return False
+    def _parts(self, value: Any) -> None:
+        """Adds the parts from which ``pickle`` makes a copy of ``value``. They also cover slots, and the arguments of a
+        ``functools.partial``. If an object can't be pickled, adds its class and its attributes."""
+        self.kind(type(value))
         try:
-            self.digest.update(pickle.dumps(value))
+            parts = value.__reduce_ex__(4)
         except Exception:  # an object may raise any type of error
-            return False
-        return True
+            self.value(dict(vars(value)) if hasattr(value, "__dict__") else None)
+            return
+        if isinstance(parts, str):  # the name of a global
+            self.add(parts)
+            self.value(getattr(value, "__wrapped__", None))  # the function behind functools.lru_cache
+            return
+        make, arguments, *rest = parts
+        self.value(make)
+        self.value(arguments)
+        state, elements, pairs = [*rest, None, None, None][:3]
+        self.value(state)
+        self.value(list(elements or ()))
+        self.value(list(pairs or ()))
 
     def kind(self, kind: type) -> None:
         """Adds the names and the code of a class and its base classes to the digest."""
@@ -179,7 +208,7 @@ class _Walk:
                 continue
             if is_installed(base.__module__):
                 file = _source_file(base)
-                self.add(file_sha256(Path(file)) if file and Path(file).is_file() else "")
+                self.add(file_sha256(Path(file)) if file and Path(file).is_file() else "", _version(base.__module__))
                 continue
             for name, member in sorted(vars(base).items()):
                 if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__"):
@@ -188,8 +217,8 @@ class _Walk:
                     self.value(inner if not isinstance(inner, types.GetSetDescriptorType) else name)
 
     def _function(self, function: types.FunctionType) -> None:
-        if is_installed(function.__module__ or ""):
-            self.add(function.__module__, function.__qualname__)
+        if is_installed(function.__module__ or "") and _has_its_name(function):
+            self.add(function.__module__, function.__qualname__, _version(function.__module__))
             return
         self._code(function.__code__, function.__globals__)
         self.value(function.__defaults__)
@@ -205,9 +234,34 @@ class _Walk:
                 self._code(constant, names)
             else:
                 self.value(constant)
-        for name in code.co_names:
-            if name in names:
-                self.value(names[name])
+        self._named(code.co_names, names)
+
+    def _named(self, wanted: Sequence[str], names: Mapping[str, Any]) -> None:
+        """Adds the values that a code uses by name. A name may also be an attribute of one of the user's modules that
+        the code uses, and a module may be imported in the code itself."""
+        for name in wanted:
+            if name not in names and name not in sys.modules:
+                continue
+            value = names.get(name, sys.modules.get(name))
+            self.value(value)
+            lookup = (id(value), *wanted)
+            if isinstance(value, types.ModuleType) and not is_installed(value.__name__) and lookup not in self._entered:
+                self._entered.add(lookup)
+                self._named(wanted, {key: one for key, one in vars(value).items() if not key.startswith("__")})
+
+
+def _has_its_name(function: types.FunctionType) -> bool:
+    """Tells whether the name of a function stands for the function. The name of a lambda, or of a function made by
+    another function, stands for many functions."""
+    found: Any = sys.modules[function.__module__]
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
+
+
+def _version(module: str) -> str:
+    """Returns the version of the package of a module, or "" if the package has none."""
+    return str(getattr(sys.modules.get(module.partition(".")[0]), "__version__", ""))
 
 
 def _source_file(kind: type) -> str | None:

@@ -27,7 +27,7 @@ from .arguments import Called, class_name, left_out
 from .call import NamedModule, Runs, discover_outputs, in_training
 from .decoder import CachedDecoder, about_decoder, as_decoder
 from .factory import forward_parameters, open_factory, suggested_inputs
-from .fingerprint import code_sha256, state_sha256
+from .fingerprint import code_and_attributes_sha256, state_sha256
 from .found import Found
 from .live import SUFFIX, open_captured
 from .pretrained.encoder_decoder import ENCODER, DecoderPart, EncoderPart, about_pair, as_part
@@ -123,19 +123,16 @@ def open_torch(
     signature = replace(signature, outputs=outputs.specs)
     training = in_training(found.module)
     files = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in found.files]
-    state = state_sha256(found.module)
-    code = code_sha256(found.module)
     if found.live:
         state, code = found.live["state_sha256"], found.live["code_sha256"]
-    # The hashes of weights, code and files don't cover a module's attributes. The hash of the source includes the
-    # factory's name, because two factories in one file may make modules that differ only in attributes.
-    factory = spec.rpartition(":")[2] if ":" in spec else ""
+    else:
+        state, code = state_sha256(found.module), code_and_attributes_sha256(found.module)
     about = about_decoder(found.module, not _of_folder(found)) if isinstance(found.module, CachedDecoder) else None
     pair = about_pair(found.module.parts) if isinstance(found.module, EncoderPart | DecoderPart) else None
     facts: list[Any] = [about] if about else [[part, pair]] if pair else []
     # The example's constants are part of the graph.
     facts += [found.module.templates] if isinstance(found.module, Called) else []
-    sha256 = text_sha256("\n".join([state, code, factory, *map(canonical_json, facts), *(f["sha256"] for f in files)]))
+    sha256 = text_sha256("\n".join([state, code, *map(canonical_json, facts), *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module
     kept_outputs.rename(runs.name, sha256, [spec.name for spec in outputs.specs])
     return Artifact(

@@ -1,4 +1,5 @@
-"""Gives ONNX translations of the solution of linear systems and of the inverse of a matrix, which ONNX lacks."""
+"""Translates the solution of linear systems, the inverse of a matrix, and the Cholesky factorization, which ONNX
+lacks."""
 
 from __future__ import annotations
 
@@ -22,6 +23,11 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.linalg_solve.default: _solve,
         aten.linalg_inv.default: _inverse,
         aten.inverse.default: _inverse,
+        aten.linalg_solve_triangular.default: _solve_triangular,
+        aten.cholesky.default: _cholesky,
+        aten.linalg_cholesky_ex.default: _cholesky_and_info,
+        aten.cholesky_solve.default: _solve_by_factor,
+        aten.cholesky_inverse.default: _inverse_by_factor,
     }
 
 
@@ -41,6 +47,65 @@ def _inverse(a: Any) -> Any:
     op, rows = operators(), _rows(a)
     unit = op.EyeLike(op.ConstantOfShape(op.Constant(value_ints=[rows, rows])))
     return _eliminated(a, op.CastLike(unit, a), rows)
+
+
+def _solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
+    """Returns x with a·x = b, or x·a = b if ``left`` is false. Uses one triangle of ``a`` alone, and ones on the
+    diagonal if ``unitriangular`` is true."""
+    op = operators()
+    triangle = op.Trilu(a, upper=int(upper))
+    if unitriangular:
+        unit = op.CastLike(op.EyeLike(op.ConstantOfShape(op.Constant(value_ints=[_rows(a)] * 2))), a)
+        triangle = op.Where(op.Cast(unit, to=9), unit, triangle)
+    return _solve(triangle, b, left)
+
+
+def _cholesky(a: Any, upper: bool = False) -> Any:
+    """Returns L with L·L^T = a for a positive definite matrix, or L^T if ``upper`` is true, by outer products (Golub
+    and Van Loan, Matrix Computations, section 4.2). Reads the lower triangle of ``a`` if ``upper`` is false."""
+    op, rows = operators(), _rows(a)
+    if upper:
+        a = _transposed(a, len(a.shape))
+    last, numbers = op.Constant(value_ints=[-1]), op.Constant(value_ints=[[n] for n in range(rows)])
+    columns = []
+    for i in range(rows):
+        here, following = op.Constant(value_ints=[i]), op.Constant(value_ints=[i + 1])
+        column = op.Slice(a, here, following, last)
+        pivot = op.Slice(column, here, following, op.Constant(value_ints=[-2]))
+        scaled = op.Div(column, op.Sqrt(pivot))
+        scaled = op.Where(op.Less(numbers, here), op.CastLike(op.Constant(value_float=0.0), a), scaled)
+        columns.append(scaled)
+        if i < rows - 1:
+            a = op.Sub(a, op.MatMul(scaled, _transposed(scaled, len(a.shape))))
+    found = op.Concat(*columns, axis=-1)
+    return _transposed(found, len(a.shape)) if upper else found
+
+
+def _cholesky_and_info(a: Any, *, upper: bool = False, **_: Any) -> tuple[Any, Any]:
+    """Returns the factor, and 0 for the number that tells whether a matrix isn't positive definite. For such a matrix
+    the factor holds NaN, and PyTorch itself raises an error."""
+    op = operators()
+    leading = op.Shape(a, end=-2)
+    return _cholesky(a, upper), op.Cast(op.Expand(op.Constant(value_int=0), leading), to=6)
+
+
+def _product_of_factor(factor: Any, upper: bool) -> Any:
+    """Returns L·L^T for the factor L, or for the factor L^T if ``upper`` is true."""
+    op = operators()
+    factor = op.Trilu(factor, upper=int(upper))
+    other = _transposed(factor, len(factor.shape))
+    return op.MatMul(other, factor) if upper else op.MatMul(factor, other)
+
+
+def _solve_by_factor(b: Any, factor: Any, upper: bool = False) -> Any:
+    """Returns x with L·L^T·x = b for a Cholesky factor L."""
+    first = _solve_triangular(_transposed(factor, len(factor.shape)) if upper else factor, b, upper=False)
+    return _solve_triangular(factor if upper else _transposed(factor, len(factor.shape)), first, upper=True)
+
+
+def _inverse_by_factor(factor: Any, upper: bool = False) -> Any:
+    """Returns the inverse of L·L^T for a Cholesky factor L."""
+    return _inverse(_product_of_factor(factor, upper))
 
 
 def _rows(a: Any) -> int:

@@ -22,6 +22,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.squeeze.dims: _squeeze,
         aten.hypot.default: _hypotenuse,
         aten.copysign.Tensor: _with_sign,
+        aten.fmax.default: _of_numbers("Max"),
+        aten.fmin.default: _of_numbers("Min"),
         aten.fft_fftfreq.default: _frequencies(torch.fft.fftfreq),
         aten.fft_rfftfreq.default: _frequencies(torch.fft.rfftfreq),
     }
@@ -85,6 +87,17 @@ def _hypotenuse(x: Any, y: Any) -> Any:
     found = op.Mul(larger, op.Sqrt(op.Add(op.Mul(ratio, ratio), one)))
     whole = op.Or(op.Equal(larger, zero), op.Equal(op.Div(one, larger), zero))  # the ratio of two zeros is NaN
     return op.Where(whole, larger, found)
+
+
+def _of_numbers(name: str) -> Callable[..., Any]:
+    """Returns the translation of ``fmax`` or ``fmin``, which return the other number if one is NaN."""
+
+    def translated(x: Any, y: Any) -> Any:
+        op = operators()
+        found = getattr(op, name)(x, y)
+        return found if x.dtype.is_integer() else op.Where(op.IsNaN(x), y, op.Where(op.IsNaN(y), x, found))
+
+    return translated
 
 
 def _with_sign(x: Any, y: Any) -> Any:

@@ -19,6 +19,11 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.kthvalue.default: _kth_value,
         aten.sort.stable: _stable_sort,
         aten.searchsorted.Tensor: _places_in_sorted,
+        aten.nanmedian.default: _median_of_numbers,
+        aten.nanmedian.dim: _median_of_numbers_along,
+        aten.mode.default: _most_frequent,
+        aten.cummax.default: _running("GreaterOrEqual"),
+        aten.cummin.default: _running("LessOrEqual"),
     }
 
 
@@ -38,6 +43,98 @@ def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     size = op.Shape(x, start=dim, end=dim + 1 or None)
     half = op.Div(op.Add(size, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
     return _smallest(x, half, dim, keepdim)
+
+
+def _median_of_numbers(x: Any) -> Any:
+    """Computes the median of all elements except NaN."""
+    op = operators()
+
+    values, _ = _median_of_numbers_along(op.Reshape(x, op.Constant(value_ints=[-1])), 0)
+    return values
+
+
+def _median_of_numbers_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    """Computes the median along a dim except NaN, and the median's index. Of NaN alone, the median is NaN. TopK sorts
+    infinity in the place of NaN."""
+    op = operators()
+    if x.dtype.is_integer():
+        return _median_along(x, dim, keepdim)
+
+    axes, one = op.Constant(value_ints=[dim]), op.Constant(value_int=1)
+    size = op.Shape(x, start=dim, end=dim + 1 or None)
+    missing = op.IsNaN(x)
+    count = op.ReduceSum(op.Cast(op.Not(missing), to=7), axes, keepdims=1)
+    sorted_, indices = op.TopK(
+        op.Where(missing, op.CastLike(op.Constant(value_float=float("inf")), x), x), size, axis=dim, largest=0, sorted=1
+    )
+    place = op.Max(op.Div(op.Sub(count, one), op.Constant(value_int=2)), op.Constant(value_int=0))
+    values, index = op.GatherElements(sorted_, place, axis=dim), op.GatherElements(indices, place, axis=dim)
+    nothing = op.CastLike(op.Constant(value_float=float("nan")), x)
+    values = op.Where(op.Less(count, one), nothing, values)
+    return (values, index) if keepdim else (op.Squeeze(values, axes), op.Squeeze(index, axes))
+
+
+def _most_frequent(x: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+    """Finds the most frequent value along a dim, and its last index. Of equally frequent values, takes the smallest.
+    Compares each element with each other, so the memory is the square of the size."""
+    op = operators()
+    last = op.Constant(value_ints=[-1])
+    elements = _dim_last(x, dim)
+    equal = op.Equal(op.Unsqueeze(elements, last), op.Unsqueeze(elements, op.Constant(value_ints=[-2])))
+    counts = op.ReduceSum(op.Cast(equal, to=7), last, keepdims=0)
+    often = op.Equal(counts, op.ReduceMax(counts, last, keepdims=1))
+    ordered, order = op.TopK(elements, op.Shape(elements, start=-1), axis=-1, largest=0, sorted=1)
+    first = op.ArgMax(op.Cast(op.GatherElements(often, order, axis=-1), to=7), axis=-1, keepdims=1)
+    values = op.GatherElements(ordered, first, axis=-1)
+    indices = op.ArgMax(op.Cast(op.Equal(elements, values), to=7), axis=-1, keepdims=1, select_last_index=1)
+    found = [_dim_back(one, dim, len(x.shape)) for one in (values, indices)]
+    if not keepdim:
+        found = [op.Squeeze(one, op.Constant(value_ints=[dim])) for one in found]
+    return found[0], found[1]
+
+
+def _running(comparison: str) -> Callable[..., Any]:
+    """Returns the translation of ``cummax`` or ``cummin``, which find the largest or smallest element up to each
+    place, and its last index. NaN remains from its place on. Compares each element with each other, so the memory is
+    the square of the size."""
+
+    def translated(x: Any, dim: int) -> tuple[Any, Any]:
+        op = operators()
+        if not x.shape:
+            return op.Identity(x), op.Constant(value_int=0)
+        last, one_before = op.Constant(value_ints=[-1]), op.Constant(value_ints=[-2])
+        elements = _dim_last(x, dim)
+        numbers = op.Cast(elements, to=6) if x.dtype.is_integer() and x.dtype.bitwidth < 32 else elements
+        each, others = op.Unsqueeze(numbers, last), op.Unsqueeze(numbers, one_before)
+        places = op.Range(op.Constant(value_int=0), op.Squeeze(op.Shape(elements, start=-1)), op.Constant(value_int=1))
+        at, other = op.Unsqueeze(places, last), op.Unsqueeze(places, op.Constant(value_ints=[0]))
+        # An element is a record if no element before it beats it. The found element is the last record up to a place.
+        beats = getattr(op, comparison)(each, others)
+        if not x.dtype.is_integer():
+            beats = op.And(op.Or(beats, op.IsNaN(each)), op.Or(op.Not(op.IsNaN(others)), op.IsNaN(each)))
+        record = op.ReduceMin(op.Cast(op.Or(beats, op.Greater(other, at)), to=7), last, keepdims=0)
+        marked = op.Sub(op.Mul(record, op.Add(places, op.Constant(value_int=1))), op.Constant(value_int=1))
+        earlier = op.Where(op.LessOrEqual(other, at), op.Unsqueeze(marked, one_before), op.Constant(value_int=-1))
+        indices = op.ReduceMax(earlier, last, keepdims=0)
+        values = op.GatherElements(elements, indices, axis=-1)
+        rank = len(x.shape)
+        return _dim_back(values, dim, rank), _dim_back(indices, dim, rank)
+
+    return translated
+
+
+def _dim_last(x: Any, dim: int) -> Any:
+    """Moves a dim to the end."""
+    rank = len(x.shape)
+    rest = [axis for axis in range(rank) if axis != dim % rank]
+    return operators().Transpose(x, perm=[*rest, dim % rank])
+
+
+def _dim_back(x: Any, dim: int, rank: int) -> Any:
+    """Moves the last dim back to ``dim``."""
+    order = list(range(rank - 1))
+    order.insert(dim % rank, rank - 1)
+    return operators().Transpose(x, perm=order)
 
 
 def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:

@@ -13,11 +13,12 @@ from . import (
     missing,
     order,
     python_functions,
+    special,
     stable,
     vision,
 )
 
-_TABLES = (stable, missing, order, integers, python_functions, adaptive_pooling, linear_systems, vision)
+_TABLES = (stable, missing, order, special, integers, python_functions, adaptive_pooling, linear_systems, vision)
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:

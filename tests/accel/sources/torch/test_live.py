@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import warnings
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import onnx
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
 from transformers import BatchEncoding
 
 import accel
@@ -90,6 +92,19 @@ class Fixed(nn.Module):
 class Mixed(nn.Module):
     def forward(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return features.mean(1) + ids.mean(1)
+
+
+class Holds(nn.Module):
+    """Holds an object that ``pickle`` can't save, or saves without its code or content."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    number: float
 
 
 class Act(nn.Module):
@@ -275,7 +290,13 @@ def test_what_counts_as_another_model() -> None:
     the same model gets two hashes."""
     assert code_and_attributes_sha256(Act(2.0)) == code_and_attributes_sha256(Act(2.0))
     assert code_and_attributes_sha256(scripted(nn.ReLU())) == code_and_attributes_sha256(scripted(nn.ReLU()))
-    others = [
+    others: list[nn.Module] = [
+        *(Holds(partial(lambda x, by: x * by, by=by)) for by in (2.0, 3.0)),
+        *(Holds(Slots(number)) for number in (2.0, 3.0)),
+        *(Holds(get_ema_avg_fn(number)) for number in (0.5, 0.25)),
+        *(Holds({1: number}.get) for number in (2.0, 3.0)),
+        *(Holds(scripted(function)) for function in (nn.functional.silu, nn.functional.mish)),
+        *(torch.fx.symbolic_trace(module) for module in (nn.ReLU(), nn.Sigmoid())),
         scripted(nn.ReLU()),
         scripted(nn.Sigmoid()),
         Act(2.0),
@@ -286,6 +307,11 @@ def test_what_counts_as_another_model() -> None:
         Fixed(),
     ]
     assert len({code_and_attributes_sha256(module) for module in others}) == len(others)
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(BadSource, match="the attributes of Holds are nested too deeply"):
+        code_and_attributes_sha256(Holds(deep))
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda _module, _args, output: output * 2)
     assert code_and_attributes_sha256(hooked) != code_and_attributes_sha256(nn.ReLU())

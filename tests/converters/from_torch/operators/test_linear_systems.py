@@ -12,13 +12,38 @@ import torch
 import accel
 from accel.errors import ExportFailed
 
-solve, inverse = torch.linalg.solve, torch.linalg.inv
+solve, inverse, triangular = torch.linalg.solve, torch.linalg.inv, torch.linalg.solve_triangular
+
+
+def _triangle(a: torch.Tensor) -> torch.Tensor:
+    return a.tril() / 4 + torch.eye(a.shape[-1])
+
+
+def _positive(a: torch.Tensor) -> torch.Tensor:
+    return _triangle(a) @ _triangle(a).transpose(-1, -2)
+
+
 SYSTEMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "matrices": solve,
     "vectors": lambda a, b: solve(a, b[..., 0]),
     "from the right": lambda a, b: solve(a, b.transpose(1, 2), left=False),
     "one matrix for all": lambda a, b: solve(a[0], b),
     "inverses": lambda a, b: (inverse(a) @ b, torch.inverse(a)),
+    "triangles": lambda a, b: (
+        triangular(_triangle(a).transpose(1, 2), b, upper=True),
+        triangular(_triangle(a), b.transpose(1, 2), upper=False, left=False),
+        triangular(a / 10, b, upper=False, unitriangular=True),
+    ),
+    "factors": lambda a, b: (
+        torch.linalg.cholesky(_positive(a)),
+        torch.linalg.cholesky(_positive(a), upper=True),
+        torch.cholesky_solve(b, torch.linalg.cholesky(_positive(a))),
+        torch.cholesky_solve(b, torch.linalg.cholesky(_positive(a), upper=True), upper=True),
+        torch.cholesky_inverse(torch.linalg.cholesky(_positive(a))),
+    ),
+    "a normal distribution": lambda a, b: torch.distributions.MultivariateNormal(
+        b[..., 0], _positive(a), validate_args=False
+    ).log_prob(b[..., 1]),
     "one row": lambda a, b: solve(a[:, :1, :1], b[:, :1]),
 }
 

@@ -45,6 +45,26 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
         torch.searchsorted(torch.tensor([-1.0, 0, 0, 0.5]), x.round() / x.round(), side="right"),
         torch.searchsorted(x.sort(1).values, x[:, :2].contiguous(), right=True, out_int32=True),
     ),
+    "largest and smallest so far": lambda x: (
+        *torch.cummax(x.round(), 1),
+        *torch.cummin(x.round()[:, None].repeat(1, 3, 1), -2),
+        *torch.cummax(torch.where(x > 1, torch.nan, x), -1),
+        *torch.cummin(x.round().to(torch.int64), 1),
+        torch.logcumsumexp(x, 1),
+    ),
+    "median of numbers": lambda x: (
+        *torch.where(x > 0.3, torch.nan, x).nanmedian(1),
+        *torch.where(x > 5, x, torch.nan)[:, None].nanmedian(2, keepdim=True),
+        torch.where(x > 0, torch.nan, x).nanmedian(),
+    ),
+    "most frequent": lambda x: (
+        x.round().mode(1).values,
+        x.round()[:, None].repeat(1, 3, 1).mode(1, keepdim=True).values,
+    ),
+    "larger and smaller number": lambda x: (
+        torch.fmax(torch.where(x > 0, torch.nan, x), x.flip(1)),
+        torch.fmin(x.flip(1), torch.where(x > 0, torch.nan, x)),
+    ),
     "frequencies": lambda x: (
         x * torch.fft.fftfreq(x.shape[1], 0.25),
         x[:, :4] + torch.fft.rfftfreq(6),
