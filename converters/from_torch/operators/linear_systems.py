@@ -25,6 +25,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.inverse.default: _inverse,
         aten.linalg_solve_triangular.default: _solve_triangular,
         aten.cholesky.default: _cholesky,
+        aten.linalg_cholesky.default: _linalg_cholesky,
         aten.linalg_cholesky_ex.default: _cholesky_and_info,
         aten.cholesky_solve.default: _solve_by_factor,
         aten.cholesky_inverse.default: _inverse_by_factor,
@@ -37,10 +38,14 @@ def _solve(a: Any, b: Any, left: bool = True) -> Any:
     last = op.Constant(value_ints=[-1])
     if len(b.shape) == 1 or (len(b.shape) == len(a.shape) - 1 and list(b.shape) == list(a.shape[:-1])):
         return op.Squeeze(_eliminated(a, op.Unsqueeze(b, last), rows), last)
+    return _solved(a, b, rows, (len(a.shape), len(b.shape)), left)
+
+
+def _solved(a: Any, b: Any, rows: int, ranks: tuple[int, int], left: bool) -> Any:
+    """Returns x with a·x = b, or x·a = b if ``left`` is false, for matrices of ``ranks`` dims."""
     if left:
         return _eliminated(a, b, rows)
-    rank = max(len(a.shape), len(b.shape))
-    return _transposed(_eliminated(_transposed(a, len(a.shape)), _transposed(b, len(b.shape)), rows), rank)
+    return _transposed(_eliminated(_transposed(a, ranks[0]), _transposed(b, ranks[1]), rows), max(ranks))
 
 
 def _inverse(a: Any) -> Any:
@@ -52,60 +57,69 @@ def _inverse(a: Any) -> Any:
 def _solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
     """Returns x with a·x = b, or x·a = b if ``left`` is false. Uses one triangle of ``a`` alone, and ones on the
     diagonal if ``unitriangular`` is true."""
-    op = operators()
+    op, rows = operators(), _rows(a)
     triangle = op.Trilu(a, upper=int(upper))
     if unitriangular:
-        unit = op.CastLike(op.EyeLike(op.ConstantOfShape(op.Constant(value_ints=[_rows(a)] * 2))), a)
-        triangle = op.Where(op.Cast(unit, to=9), unit, triangle)
-    return _solve(triangle, b, left)
+        unit = op.EyeLike(op.ConstantOfShape(op.Constant(value_ints=[rows, rows])))
+        triangle = op.Where(op.Cast(unit, to=9), op.CastLike(op.Constant(value_float=1.0), a), triangle)
+    return _solved(triangle, b, rows, (len(a.shape), len(b.shape)), left)
 
 
 def _cholesky(a: Any, upper: bool = False) -> Any:
     """Returns L with L·L^T = a for a positive definite matrix, or L^T if ``upper`` is true, by outer products (Golub
     and Van Loan, Matrix Computations, section 4.2). Reads the lower triangle of ``a`` if ``upper`` is false."""
-    op, rows = operators(), _rows(a)
+    op, rows, rank = operators(), _rows(a), len(a.shape)
     if upper:
-        a = _transposed(a, len(a.shape))
-    last, numbers = op.Constant(value_ints=[-1]), op.Constant(value_ints=[[n] for n in range(rows)])
+        a = _transposed(a, rank)
+    zero, one_before, last = op.CastLike(op.Constant(value_float=0.0), a), *_ints([-2], [-1])
+    numbers = op.Unsqueeze(op.Constant(value_ints=list(range(rows))), last)
     columns = []
     for i in range(rows):
-        here, following = op.Constant(value_ints=[i]), op.Constant(value_ints=[i + 1])
+        here, following = _ints([i], [i + 1])
         column = op.Slice(a, here, following, last)
-        pivot = op.Slice(column, here, following, op.Constant(value_ints=[-2]))
-        scaled = op.Div(column, op.Sqrt(pivot))
-        scaled = op.Where(op.Less(numbers, here), op.CastLike(op.Constant(value_float=0.0), a), scaled)
-        columns.append(scaled)
+        column = op.Div(column, op.Sqrt(op.Slice(column, here, following, one_before)))
+        columns.append(op.Where(op.Less(numbers, here), zero, column))
         if i < rows - 1:
-            a = op.Sub(a, op.MatMul(scaled, _transposed(scaled, len(a.shape))))
+            a = op.Sub(a, op.MatMul(columns[-1], _transposed(columns[-1], rank)))
     found = op.Concat(*columns, axis=-1)
-    return _transposed(found, len(a.shape)) if upper else found
+    return _transposed(found, rank) if upper else found
+
+
+def _linalg_cholesky(a: Any, *, upper: bool = False) -> Any:
+    return _cholesky(a, upper)
 
 
 def _cholesky_and_info(a: Any, *, upper: bool = False, **_: Any) -> tuple[Any, Any]:
     """Returns the factor, and 0 for the number that tells whether a matrix isn't positive definite. For such a matrix
     the factor holds NaN, and PyTorch itself raises an error."""
     op = operators()
-    leading = op.Shape(a, end=-2)
-    return _cholesky(a, upper), op.Cast(op.Expand(op.Constant(value_int=0), leading), to=6)
-
-
-def _product_of_factor(factor: Any, upper: bool) -> Any:
-    """Returns L·L^T for the factor L, or for the factor L^T if ``upper`` is true."""
-    op = operators()
-    factor = op.Trilu(factor, upper=int(upper))
-    other = _transposed(factor, len(factor.shape))
-    return op.MatMul(other, factor) if upper else op.MatMul(factor, other)
+    return _cholesky(a, upper), op.Cast(op.Expand(op.Constant(value_int=0), op.Shape(a, end=-2)), to=6)  # int32
 
 
 def _solve_by_factor(b: Any, factor: Any, upper: bool = False) -> Any:
-    """Returns x with L·L^T·x = b for a Cholesky factor L."""
-    first = _solve_triangular(_transposed(factor, len(factor.shape)) if upper else factor, b, upper=False)
-    return _solve_triangular(factor if upper else _transposed(factor, len(factor.shape)), first, upper=True)
+    """Returns x with L·L^T·x = b for a Cholesky factor, which is L, or L^T if ``upper`` is true."""
+    lower, higher = _factors(factor, upper)
+    rows = _rows(factor)
+    return _eliminated(higher, _eliminated(lower, b, rows), rows)
 
 
 def _inverse_by_factor(factor: Any, upper: bool = False) -> Any:
-    """Returns the inverse of L·L^T for a Cholesky factor L."""
-    return _inverse(_product_of_factor(factor, upper))
+    """Returns the inverse of L·L^T for a Cholesky factor, which is L, or L^T if ``upper`` is true."""
+    op, rows = operators(), _rows(factor)
+    lower, higher = _factors(factor, upper)
+    unit = op.CastLike(op.EyeLike(op.ConstantOfShape(op.Constant(value_ints=[rows, rows]))), factor)
+    return _eliminated(higher, _eliminated(lower, unit, rows), rows)
+
+
+def _factors(factor: Any, upper: bool) -> tuple[Any, Any]:
+    """Returns L and L^T."""
+    triangle = operators().Trilu(factor, upper=int(upper))
+    other = _transposed(triangle, len(factor.shape))
+    return (other, triangle) if upper else (triangle, other)
+
+
+def _ints(*values: list[int]) -> list[Any]:
+    return [operators().Constant(value_ints=value) for value in values]
 
 
 def _rows(a: Any) -> int:

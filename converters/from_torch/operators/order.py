@@ -49,17 +49,20 @@ def _median_of_numbers(x: Any) -> Any:
     """Computes the median of all elements except NaN."""
     op = operators()
 
-    values, _ = _median_of_numbers_along(op.Reshape(x, op.Constant(value_ints=[-1])), 0)
+    flat = op.Reshape(x, op.Constant(value_ints=[-1]))
+    values, _ = _median_along(flat, 0) if x.dtype.is_integer() else _middle_number(flat, 0, keepdim=False)
     return values
 
 
 def _median_of_numbers_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
-    """Computes the median along a dim except NaN, and the median's index. Of NaN alone, the median is NaN. TopK sorts
-    infinity in the place of NaN."""
-    op = operators()
-    if x.dtype.is_integer():
-        return _median_along(x, dim, keepdim)
+    """Computes the median along a dim except NaN, and the median's index."""
+    return _median_along(x, dim, keepdim) if x.dtype.is_integer() else _middle_number(x, dim, keepdim)
 
+
+def _middle_number(x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
+    """Computes the median of floats along a dim except NaN. Of NaN alone, the median is NaN. TopK sorts infinity in the
+    place of NaN."""
+    op = operators()
     axes, one = op.Constant(value_ints=[dim]), op.Constant(value_int=1)
     size = op.Shape(x, start=dim, end=dim + 1 or None)
     missing = op.IsNaN(x)
