@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from accel.artifact import file_sha256
 from accel.errors import BadSource
@@ -91,6 +92,11 @@ def _add_modules(walk: _Walk, module: torch.nn.Module) -> None:
                 # a hook differs between runs.
                 walk.value(list(value.values()) if key.startswith("_forward_") else value)
         walk.value({key: part._buffers[key] for key in sorted(part._non_persistent_buffers_set)})
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and vars(tensor):  # attributes that the user's code sets
+                walk.add(key)
+                walk.value(dict(vars(tensor)))
+    walk.value([list(hooks.values()) for hooks in (_global_forward_pre_hooks, _global_forward_hooks)])
 
 
 def function_sha256(function: Any) -> str:
@@ -125,9 +131,9 @@ class _Walk:
             self.digest.update(f"{len(text)} {text}\n".encode(errors="backslashreplace"))
 
     def value(self, value: Any) -> None:
-        if value is None or isinstance(value, bool | int | float | complex | str):
+        if value is None or type(value) in (bool, int, float, complex, str):
             self.add(type(value).__name__, repr(value))
-        elif isinstance(value, bytes | bytearray):
+        elif type(value) in (bytes, bytearray):
             self.add(type(value).__name__, str(len(value)))
             self.digest.update(value)
         elif isinstance(value, torch.dtype | torch.device | torch.Size | types.EllipsisType | slice):
@@ -146,6 +152,7 @@ class _Walk:
                 self.add(tensor_sha256(value))
             except RuntimeError:  # a tensor without values, such as one on the device "meta"
                 self.add(str(value.dtype), str(tuple(value.shape)))
+            self.value(dict(vars(value)))
         elif isinstance(value, type):
             self.kind(value)
         elif isinstance(value, types.FunctionType):
@@ -163,11 +170,11 @@ class _Walk:
         elif isinstance(value, torch.nn.Module):
             self.kind(type(value))
             self.value(dict(vars(value)))
-        elif isinstance(value, Mapping):
+        elif type(value) is dict or isinstance(value, types.MappingProxyType):
             self._all(pair for item in value.items() for pair in item)
-        elif isinstance(value, set | frozenset):
+        elif type(value) in (set, frozenset):
             self._all(sorted(value, key=repr))
-        elif isinstance(value, list | tuple):
+        elif type(value) in (list, tuple):
             self._all(value)
         else:
             self._parts(value)
@@ -177,8 +184,9 @@ class _Walk:
             self.value(value)
 
     def _parts(self, value: Any) -> None:
-        """Adds the parts from which ``pickle`` makes a copy of ``value``. They also cover slots, and the arguments of a
-        ``functools.partial``. If an object can't be pickled, adds its class and its attributes."""
+        """Adds the parts from which ``pickle`` makes a copy of ``value``. They also cover slots, the arguments of a
+        ``functools.partial``, and the attributes of a subclass of ``list`` or ``str``. If an object can't be pickled,
+        adds its class and its attributes."""
         self.kind(type(value))
         try:
             parts = value.__reduce_ex__(4)
@@ -223,6 +231,7 @@ class _Walk:
         self._code(function.__code__, function.__globals__)
         self.value(function.__defaults__)
         self.value(function.__kwdefaults__)
+        self.value(vars(function))
         for cell in function.__closure__ or ():
             self.value(_content(cell))
 

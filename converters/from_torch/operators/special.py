@@ -115,10 +115,11 @@ def _reflected(x: Any) -> tuple[Any, Any, Any]:
 
 
 def _fraction(x: Any) -> Any:
-    """Returns ``x`` without a multiple of 2, so that the sine of a multiple of pi is exact enough."""
+    """Returns the distance of ``x`` to the nearest even number, with 0 for odd numbers. The sine and the tangent of pi
+    times the distance are those of pi x, up to the sign of the sine, and exactly 0 at integers."""
     op = operators()
-    rest = op.Sub(x, op.Mul(op.Floor(op.Mul(x, _number(0.5))), _number(2)))
-    return op.Where(op.Equal(rest, _number(1)), _number(0), rest)
+    rest = op.Sub(x, op.Mul(op.Round(op.Mul(x, _number(0.5))), _number(2)))
+    return op.Where(op.Equal(op.Abs(rest), _number(1)), _number(0), rest)
 
 
 def _number(value: float) -> Any:

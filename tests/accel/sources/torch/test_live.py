@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 import warnings
 from functools import partial
 from itertools import chain, repeat
@@ -105,6 +106,28 @@ class Holds(nn.Module):
 @dataclasses.dataclass(slots=True)
 class Slots:
     number: float
+
+
+class List(list[float]):
+    pass
+
+
+class Text(str):
+    pass
+
+
+def with_attribute(value: Any, number: float) -> Any:
+    value = copy.copy(value)
+    value = types.FunctionType(value.__code__, globals()) if callable(value) else value
+    value.number = number
+    return value
+
+
+def linear_with_attribute(number: float) -> nn.Module:
+    linear = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(linear.weight)
+    linear.weight.number = number  # type: ignore[attr-defined]
+    return linear
 
 
 class Act(nn.Module):
@@ -294,6 +317,12 @@ def test_what_counts_as_another_model() -> None:
         *(Holds(partial(lambda x, by: x * by, by=by)) for by in (2.0, 3.0)),
         *(Holds(Slots(number)) for number in (2.0, 3.0)),
         *(Holds(get_ema_avg_fn(number)) for number in (0.5, 0.25)),
+        *(
+            Holds(with_attribute(value, number))
+            for value in (List(), Text("a"), nn.Parameter(X), lambda x: x)
+            for number in (2.0, 3.0)
+        ),
+        *(linear_with_attribute(number) for number in (2.0, 3.0)),
         *(Holds({1: number}.get) for number in (2.0, 3.0)),
         *(Holds(scripted(function)) for function in (nn.functional.silu, nn.functional.mish)),
         *(torch.fx.symbolic_trace(module) for module in (nn.ReLU(), nn.Sigmoid())),
@@ -315,6 +344,13 @@ def test_what_counts_as_another_model() -> None:
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda _module, _args, output: output * 2)
     assert code_and_attributes_sha256(hooked) != code_and_attributes_sha256(nn.ReLU())
+    before = code_and_attributes_sha256(nn.ReLU())
+    everywhere = nn.modules.module.register_module_forward_hook(lambda _module, _args, output: output * 2)
+    try:
+        assert code_and_attributes_sha256(nn.ReLU()) != before
+    finally:
+        everywhere.remove()
+    assert code_and_attributes_sha256(nn.ReLU()) == before
 
 
 def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
