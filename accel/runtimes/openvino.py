@@ -20,6 +20,7 @@ from accel.errors import (
     RunFailed,
     UnknownName,
     UnsupportedHere,
+    ValuesOutOfRange,
     one_line,
     shortened,
 )
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HINTS = {"fp32": "f32", "bf16": "bf16"}
 _CACHE_HINTS = {**_HINTS, "fp16": "f16", "int8": "u8"}
 _CAPABILITY = {"bf16": "BF16"}
+_BITS_32 = (-(2**31), 2**31 - 1)
 _PRODUCTS = ("FullyConnected", "MatMul", "ScaledDotProductAttention")
 # OpenVINO's Python API takes tensors of these dtypes only as integers with the same bits.
 _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
@@ -92,6 +94,21 @@ class OpenVinoSession(BaseSession):
     def _integers(self) -> IntegerRanges:
         """Returns the ranges of all inputs, because OpenVINO reads past the end of a lookup table without an error."""
         return IntegerRanges([spec for spec in self.signature.inputs if spec.dtype != "uint8"])
+
+    @cached_property
+    def _narrowed(self) -> IntegerRanges:
+        """Returns the range of 32 bits for the inputs of 64 bits, because OpenVINO drops the upper 32 bits of an
+        integer without an error."""
+        wide = [spec for spec in self.signature.inputs if spec.dtype in ("int64", "uint64", "uint32")]
+        return IntegerRanges([TensorSpec(spec.name, spec.dtype, spec.shape, values=_BITS_32) for spec in wide])
+
+    def _check_integers(self, feeds: Feeds) -> None:
+        super()._check_integers(feeds)
+        if found := self._narrowed.first_outside(feeds):
+            raise ValuesOutOfRange(
+                f"{found}, because OpenVINO computes integers in 32 bits; run the model in another runtime, such as "
+                "ort-cpu, for larger integers"
+            )
 
     def _load(self) -> None:
         path = self.artifact.path

@@ -41,11 +41,12 @@ STAGES: tuple[Stage, ...] = (
         takes=("torch",),
         gives="onnx",
         packages=("torch", "onnx", "onnxscript"),
-        version=7,
+        version=8,
         proves=True,
     ),
     Stage(
         name="onnx_from_tensorflow",
+        version=2,
         function="accel.converters.from_tensorflow.onnx_from_tensorflow:onnx_from_tensorflow",
         config="accel.converters.from_tensorflow.onnx_from_tensorflow:OnnxFromTensorFlowConfig",
         takes=("tensorflow",),
@@ -55,6 +56,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="onnx_from_tflite",
+        version=2,
         function="accel.converters.from_tensorflow.onnx_from_tflite:onnx_from_tflite",
         config="accel.converters.from_tensorflow.onnx_from_tflite:OnnxFromTfliteConfig",
         takes=("tflite",),

@@ -23,6 +23,7 @@ from accel.stage import StageConfig
 
 from ..graph.names import Contract, give_names
 from ..graph.padding import keep_zero_padding
+from ..graph.sigmoids import exact_sigmoids
 from ..graph.write import check_file, onnx_artifact, write_onnx
 from .layout import LAYOUTS
 
@@ -118,6 +119,7 @@ def run_tf2onnx(
     give_names(model, {v: k for k, v in inputs.items()} | {v: k for k, v in outputs.items()}, contract)
     model = at_opset(model, opset, spec.shown)
     keep_zero_padding(model)
+    exact_sigmoids(model)
     write_onnx(model, out)
     if fault := check_file(out):
         other = option("opset", first if first != opset else opset - 1)

@@ -23,6 +23,7 @@ from ..graph import write as onnx_write
 from ..graph.memory_weights import with_weights_in_memory
 from ..graph.names import rename_values
 from ..graph.padding import keep_zero_padding
+from ..graph.sigmoids import exact_sigmoids
 from ..graph.write import write_onnx
 from .experts import every_expert
 from .loops.as_scans import loops_as_scans
@@ -273,6 +274,7 @@ def _finish_graph(src: Artifact, model: onnx.ModelProto, out: Path, outputs: Seq
 
         add_functions(model)
     keep_zero_padding(model)
+    exact_sigmoids(model)
     wanted = {old: spec.name for old, spec in zip(outputs, src.signature.outputs, strict=True)}
     taken = {name for node in model.graph.node for name in (*node.input, *node.output)} - set(wanted)
     rename = {**{name: f"{name}_inner" for name in wanted.values() if name in taken}, **wanted}

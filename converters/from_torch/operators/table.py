@@ -8,6 +8,7 @@ from typing import Any
 
 from . import (
     adaptive_pooling,
+    exact_integers,
     integers,
     linear_systems,
     missing,
@@ -18,7 +19,18 @@ from . import (
     vision,
 )
 
-_TABLES = (stable, missing, order, special, integers, python_functions, adaptive_pooling, linear_systems, vision)
+_TABLES = (
+    stable,
+    missing,
+    order,
+    special,
+    integers,
+    exact_integers,
+    python_functions,
+    adaptive_pooling,
+    linear_systems,
+    vision,
+)
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -15,7 +15,16 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, BadFeeds, InvalidModel, SizeBeyond, UnknownName, UnsupportedHere, UsageError
+from accel.errors import (
+    AccelError,
+    BadFeeds,
+    InvalidModel,
+    SizeBeyond,
+    UnknownName,
+    UnsupportedHere,
+    UsageError,
+    ValuesOutOfRange,
+)
 from accel.runtimes import openvino as runtime_module
 from accel.runtimes.base import SessionOptions, open_session
 from accel.signature import DimRange, numpy_dtype
@@ -54,6 +63,18 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         return openvino_from_onnx(open_onnx(path, probe=False), OpenVinoFromOnnxConfig(), path.with_suffix(".xml"))
 
     return built
+
+
+def test_integers_beyond_32_bits_are_refused(make: Make) -> None:
+    """Fails if OpenVINO silently drops the upper 32 bits of a hash or a time."""
+    rest = helper.make_node("Mod", ["x", "by"], ["rest"])
+    shape: list[int | str] = ["n"]
+    rows = [("x", TensorProto.INT64, shape)], [("rest", TensorProto.INT64, shape)]
+    with open_session(make([rest], *rows, {"by": np.array([1000])})) as session:
+        assert session.run({"x": np.array([2**31 - 1])})["rest"] == (2**31 - 1) % 1000
+        for value in (2**31, -(2**31) - 1, 2**40):
+            with pytest.raises(ValuesOutOfRange, match=rf"'x' holds {value}, .* OpenVINO computes integers in 32 bits"):
+                session.run({"x": np.array([value])})
 
 
 @pytest.fixture(scope="module")

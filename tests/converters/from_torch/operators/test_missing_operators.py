@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
         torch.fmax(torch.where(x > 0, torch.nan, x), x.flip(1)),
         torch.fmin(x.flip(1), torch.where(x > 0, torch.nan, x)),
     ),
+    "averages with another divisor": lambda x: (
+        torch.nn.functional.avg_pool2d(x[:, None, None], (1, 3), stride=2, divisor_override=2),
+        torch.nn.functional.avg_pool2d(x[:, None, None].repeat(1, 1, 4, 1), 3, 1, 1, False, False, 4),
+    ),
     "frequencies": lambda x: (
         x * torch.fft.fftfreq(x.shape[1], 0.25),
         x[:, :4] + torch.fft.rfftfreq(6),
@@ -113,6 +118,82 @@ def test_a_transformer_of_torch_with_a_causal_mask(tmp_path: Path) -> None:
     with accel.load(made) as session, torch.no_grad():
         torch.testing.assert_close(session(source, target), net(source, target), rtol=1e-4, atol=1e-5)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+class _Edges(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        probability = x.sigmoid()
+        return {
+            "angle": torch.atan2(y, x),
+            "angle of a complex number": torch.complex(x, y).angle(),
+            "sign": torch.signbit(y),
+            "log": torch.log1p(y),
+            "exp": torch.expm1(x),
+            "rest": x % y,
+            "rest of a number": x % (2 * math.pi),
+            "log of a probability": probability.log(),
+            "odds": (probability.clamp(min=1e-30) / (1 - probability)).log()[x < 0],
+            "distances": torch.cdist(x[:, None].nan_to_num(0, 9, -9), y.nan_to_num(0, 9, -9)[:, None], p=1),
+            "largest distances": torch.cdist(
+                x[:, None].nan_to_num(0, 9, -9), y.nan_to_num(0, 9, -9)[:, None], p=math.inf
+            ),
+        }
+
+
+def test_the_edges_of_functions(tmp_path: Path) -> None:
+    """Fails if a function is wrong by more than rounding at zeros of both signs, at infinity, where digits cancel, or
+    far from 0."""
+    numbers = [0.0, -0.0, 1e-7, -1e-6, 0.3, -0.7, 1.0, -2.0, 100.3, -17.0, -30.0, 80.0, math.inf, -math.inf, math.nan]
+    x = torch.tensor([one for one in numbers for _ in numbers])
+    y = torch.tensor([other for _ in numbers for other in numbers])
+    made = accel.export(_Edges(), example=(torch.rand(4), torch.rand(4)), out=tmp_path / "m.onnx", simplify=False)
+    with accel.load(made) as session:
+        found, wanted = session(x, y), _Edges()(x, y)
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=2e-6, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+class _WideIntegers(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            torch.maximum(x, y),
+            torch.minimum(x, y),
+            x.clamp(-3, 3),
+            x.clamp(min=0),
+            x.clamp(y, y.flip(0)),
+            x.clamp(max=2**40),
+            x.relu(),
+            x.sign(),
+            x.amax(1),
+            x.amin((0, 1), keepdim=True),
+            x.max(),
+            *x.min(0),
+            *x.max(1, keepdim=True),
+            x.sum(),
+            x.sum(1),
+            x.sum((0, 1), keepdim=True),
+            (x > y).sum(1),
+            x.prod(1),
+            x.prod(),
+            x.prod(0, keepdim=True),
+            x.cumprod(1),
+        )
+
+
+def test_wide_integers_are_exact(tmp_path: Path) -> None:
+    """Fails if an operator computes int64 as floats, or compares only 32 bits of them. Then hashes and times in
+    milliseconds are wrong."""
+    numbers = [2**31, 1, -5, 2**53 + 1, 3037000500, -3037000500, 7, -(2**53) - 1, 2**40, 2**40 + 1, 2**33, 2**32]
+    x = torch.tensor(numbers).reshape(3, 4)
+    example = (torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64))
+    made = accel.export(_WideIntegers(), example=example, out=tmp_path / "m.onnx")
+    with accel.load(made) as session:
+        for number, (got, wanted) in enumerate(
+            zip(session(x, x.roll(1, 1)), _WideIntegers()(x, x.roll(1, 1)), strict=True)
+        ):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0, msg=lambda m, n=number: f"output {n}: {m}")
 
 
 class _Integers(torch.nn.Module):
