@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,13 +38,36 @@ if TYPE_CHECKING:
 _HINTS = {"fp32": "f32", "bf16": "bf16"}
 _CACHE_HINTS = {**_HINTS, "fp16": "f16", "int8": "u8"}
 _CAPABILITY = {"bf16": "BF16"}
-_BITS_32 = (-(2**31), 2**31 - 1)
+_WIDE = ("int32", "uint32", "int64", "uint64")
+_BITS_24, _BITS_32 = (-(2**24), 2**24), (-(2**31), 2**31 - 1)
+# OpenVINO moves or compares integers in these operators, and computes other operators on integers in float32.
+_EXACT = {
+    "Abs", "Broadcast", "Concat", "Convert", "Gather", "GatherElements", "GatherND", "Greater", "GreaterEqual", "Less",
+    "LessEqual", "Negative", "Reshape", "Result", "ScatterElementsUpdate", "Select", "ShapeOf", "Slice", "Split",
+    "Squeeze", "StridedSlice", "Tile", "TopK", "Transpose", "Unsqueeze", "VariadicSplit",
+}  # fmt: skip
 _PRODUCTS = ("FullyConnected", "MatMul", "ScaledDotProductAttention")
 # OpenVINO's Python API takes tensors of these dtypes only as integers with the same bits.
 _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
 
 
 Steps = Callable[[Feeds], "dict[str, np.ndarray]"]
+
+
+def _computes_with(port: Any) -> bool:
+    """Tells whether a graph computes with the integers of an input other than by moving or comparing them."""
+    waiting, seen = [port], set()
+    while waiting:
+        for target in waiting.pop().get_target_inputs():
+            node = target.get_node()
+            name = node.get_type_name()
+            if name not in _EXACT:
+                return True
+            if node.get_friendly_name() in seen or name == "ShapeOf":
+                continue
+            seen.add(node.get_friendly_name())
+            waiting += [one for one in node.outputs() if one.get_element_type().is_integral_number()]
+    return False
 
 
 @dataclass
@@ -96,18 +119,30 @@ class OpenVinoSession(BaseSession):
         return IntegerRanges([spec for spec in self.signature.inputs if spec.dtype != "uint8"])
 
     @cached_property
-    def _narrowed(self) -> IntegerRanges:
-        """Returns the range of 32 bits for the inputs of 64 bits, because OpenVINO drops the upper 32 bits of an
-        integer without an error."""
-        wide = [spec for spec in self.signature.inputs if spec.dtype in ("int64", "uint64", "uint32")]
-        return IntegerRanges([TensorSpec(spec.name, spec.dtype, spec.shape, values=_BITS_32) for spec in wide])
+    def _wide(self) -> list[TensorSpec]:
+        return [TensorSpec(one.name, one.dtype, one.shape) for one in self.signature.inputs if one.dtype in _WIDE]
+
+    @cached_property
+    def _surely_exact(self) -> IntegerRanges:
+        return IntegerRanges([replace(spec, values=_BITS_24) for spec in self._wide])
+
+    @cached_property
+    def _exact(self) -> IntegerRanges:
+        """Returns the ranges in which OpenVINO computes integers exactly. It drops the upper 32 bits of an integer, and
+        computes most operators in float32."""
+        model = self._core.read_model(str(self.artifact.path))
+        computed = {name for port in model.inputs if _computes_with(port) for name in port.get_names()}
+        return IntegerRanges(
+            [replace(spec, values=_BITS_24 if spec.name in computed else _BITS_32) for spec in self._wide]
+        )
 
     def _check_integers(self, feeds: Feeds) -> None:
         super()._check_integers(feeds)
-        if found := self._narrowed.first_outside(feeds):
+        if self._surely_exact.first_outside(feeds) and (found := self._exact.first_outside(feeds)):
+            bits = "float32" if found.high == _BITS_24[1] else "32 bits"
             raise ValuesOutOfRange(
-                f"{found}, because OpenVINO computes integers in 32 bits; run the model in another runtime, such as "
-                "ort-cpu, for larger integers"
+                f"{found}, because OpenVINO computes these integers in {bits}; run the model in another runtime, such "
+                "as ort-cpu, for larger integers"
             )
 
     def _load(self) -> None:

@@ -65,15 +65,26 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return built
 
 
-def test_integers_beyond_32_bits_are_refused(make: Make) -> None:
-    """Fails if OpenVINO silently drops the upper 32 bits of a hash or a time."""
-    rest = helper.make_node("Mod", ["x", "by"], ["rest"])
-    shape: list[int | str] = ["n"]
-    rows = [("x", TensorProto.INT64, shape)], [("rest", TensorProto.INT64, shape)]
-    with open_session(make([rest], *rows, {"by": np.array([1000])})) as session:
-        assert session.run({"x": np.array([2**31 - 1])})["rest"] == (2**31 - 1) % 1000
-        for value in (2**31, -(2**31) - 1, 2**40):
-            with pytest.raises(ValuesOutOfRange, match=rf"'x' holds {value}, .* OpenVINO computes integers in 32 bits"):
+@pytest.mark.parametrize(
+    ("node", "by", "largest"),
+    [
+        (helper.make_node("Mod", ["x", "by"], ["y"]), 1000, 2**24),
+        (helper.make_node("Less", ["x", "by"], ["y"]), 2**30, 2**31 - 1),
+        (helper.make_node("ScatterElements", ["x", "by", "x"], ["y"]), [0], 2**31 - 1),
+    ],
+    ids=["computed", "compared", "moved"],
+)
+def test_integers_that_openvino_rounds_are_refused(make: Make, node: onnx.NodeProto, by: object, largest: int) -> None:
+    """Fails if OpenVINO drops the upper 32 bits of a hash or a time, or computes with it in float32. Also fails if an
+    integer is refused that OpenVINO handles exactly."""
+    dtype = TensorProto.BOOL if node.op_type == "Less" else TensorProto.INT64
+    made = make([node], [("x", TensorProto.INT64, ["n"])], [("y", dtype, ["n"])], {"by": np.array(by)})
+    with open_session(made) as session, open_session(open_onnx(made.path.with_suffix(".onnx"), probe=False)) as source:
+        for value in (largest, -largest, 12345):
+            feeds = {"x": np.array([value])}
+            assert session.run(feeds)["y"] == source.run(feeds)["y"]
+        for value in (largest + 1, -largest - 2, 2**40):
+            with pytest.raises(ValuesOutOfRange, match=rf"'x' holds {value}, .* OpenVINO computes these integers in"):
                 session.run({"x": np.array([value])})
 
 
