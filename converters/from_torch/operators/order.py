@@ -24,6 +24,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.mode.default: _most_frequent,
         aten.cummax.default: _running("GreaterOrEqual"),
         aten.cummin.default: _running("LessOrEqual"),
+        aten.logcumsumexp.default: _running_log_of_sum,
     }
 
 
@@ -124,6 +125,25 @@ def _running(comparison: str) -> Callable[..., Any]:
         return _dim_back(values, dim, rank), _dim_back(indices, dim, rank)
 
     return translated
+
+
+def _running_log_of_sum(x: Any, dim: int) -> Any:
+    """Computes log(e^x_0 + ... + e^x_i) for each i, relative to the largest element up to i. The exporter's own
+    translation takes the largest of all elements, so a sum of much smaller elements is 0. The memory is the square of
+    the size."""
+    op = operators()
+    if not x.shape:
+        return op.Identity(x)
+    last = op.Constant(value_ints=[-1])
+    elements = _dim_last(x, dim)
+    places = op.Range(op.Constant(value_int=0), op.Squeeze(op.Shape(elements, start=-1)), op.Constant(value_int=1))
+    earlier = op.LessOrEqual(op.Unsqueeze(places, op.Constant(value_ints=[0])), op.Unsqueeze(places, last))
+    zero, nothing = (op.CastLike(op.Constant(value_float=value), x) for value in (0.0, float("-inf")))
+    summed = op.Where(earlier, op.Unsqueeze(elements, op.Constant(value_ints=[-2])), nothing)
+    largest = op.ReduceMax(summed, last, keepdims=1)
+    largest = op.Where(op.IsInf(largest), zero, largest)
+    found = op.Log(op.ReduceSum(op.Exp(op.Sub(summed, largest)), last, keepdims=0))
+    return _dim_back(op.Add(found, op.Squeeze(largest, last)), dim, len(x.shape))
 
 
 def _dim_last(x: Any, dim: int) -> Any:

@@ -51,7 +51,8 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
         *torch.cummin(x.round()[:, None].repeat(1, 3, 1), -2),
         *torch.cummax(torch.where(x > 1, torch.nan, x), -1),
         *torch.cummin(x.round().to(torch.int64), 1),
-        torch.logcumsumexp(x, 1),
+        torch.logcumsumexp(x * 100, 1),
+        torch.logcumsumexp(torch.where(x > 0, -torch.inf, x)[:, None], 2),
     ),
     "median of numbers": lambda x: (
         *torch.where(x > 0.3, torch.nan, x).nanmedian(1),

@@ -20,6 +20,9 @@ NUMBERS = torch.cat(
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "erfinv": torch.erfinv,
     "ndtri": torch.special.ndtri,
+    "erfc": torch.erfc,
+    "erfcx": torch.special.erfcx,
+    "log_ndtr": torch.special.log_ndtr,
     "lgamma": torch.lgamma,
     "digamma": torch.digamma,
 }
