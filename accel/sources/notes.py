@@ -23,6 +23,7 @@ def source_notes(artifact: Artifact) -> list[str]:
         _renaming_note(artifact),
         _placeholder_note(artifact),
         _adapter_note(artifact),
+        _narrowed_note(artifact),
     )
     return [note for note in notes if note]
 
@@ -34,6 +35,12 @@ def _adapter_note(artifact: Artifact) -> str | None:
         return None
     whole = f" and {found['replaced']} whole weights" if found["replaced"] else ""
     return f"the adapter {found['path']} is merged into {found['modules']} layers{whole} (error {found['rel_l2']:.1g})"
+
+
+def _narrowed_note(artifact: Artifact) -> str | None:
+    """Returns a note about operations in float64 that the artifact's runtime computes in float32, or else None."""
+    count = sum(stage["notes"].get("float64_in_float32", 0) for stage in artifact.history)
+    return f"the model has {count} operations in float64, which the runtime computes in float32" if count else None
 
 
 def _placeholder_note(artifact: Artifact) -> str | None:

@@ -165,7 +165,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="openvino_from_onnx",
-        version=3,
+        version=4,
         function="accel.converters.to_openvino.openvino_from_onnx:openvino_from_onnx",
         config="accel.converters.to_openvino.openvino_from_onnx:OpenVinoFromOnnxConfig",
         takes=("onnx",),
@@ -181,10 +181,11 @@ STAGES: tuple[Stage, ...] = (
         gives="openvino",
         packages=("onnx", "openvino"),
         may_change=frozenset({"opset", "ir", "interface"}),
-        version=2,
+        version=3,
     ),
     Stage(
         name="ncnn_from_onnx",
+        version=2,
         function="accel.converters.to_others.ncnn_from_onnx:ncnn_from_onnx",
         config="accel.converters.to_others.ncnn_from_onnx:NcnnFromOnnxConfig",
         takes=("onnx",),

@@ -21,6 +21,7 @@ from accel.sources.onnx.file import external_files, read_without_weights
 from accel.spelling import option
 from accel.stage import StageConfig
 
+from ..graph.float64 import refuse_float64
 from ..graph.read_ir import RT_INFO, describe, load_openvino
 from .attention import fuse_attention
 from .reductions import keep_reduced_dims
@@ -43,10 +44,12 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
     """Converts the ONNX model ``src`` to ``out`` (.xml) and its weights file (.bin), in a child process.
 
     The notes have the OpenVINO version and the number of operations. The notes also count the rewritten reductions and
-    the removed softmax guards (see the modules ``reductions`` and ``softmax_guard``). Raises ``InvalidModel`` if the
-    file is not ONNX, and ``IrNotBuilt`` if OpenVINO can't convert the model. Raises ``MissingExtra`` if OpenVINO isn't
-    installed.
+    the removed softmax guards (see the modules ``reductions`` and ``softmax_guard``), and the operations in float64,
+    which OpenVINO computes in float32. Raises ``InvalidModel`` if the file is not ONNX, ``ComputesInFloat32`` if an
+    input or output is float64, and ``IrNotBuilt`` if OpenVINO can't convert the model. Raises ``MissingExtra`` if
+    OpenVINO isn't installed.
     """
+    refuse_float64(src.signature, "OpenVINO")
     notes = write_ir(src, out, src.signature)
     signature, found = describe(out)
     ranges = {dim: known for dim, known in src.signature.dims.items() if dim in signature.dims}
@@ -105,6 +108,7 @@ def convert(path: Path, out: Path, names: Mapping[str, Any], stateful: bool = Fa
         raise IrNotBuilt(_refusal(path.name, reason(error, 4000))) from error
     guards = remove_softmax_guards(model)
     reductions = keep_reduced_dims(model)
+    double = sum(_in_float64(op) for op in model.get_ops())
     fused = 0
     if stateful:
         make_stateful(model)
@@ -119,8 +123,13 @@ def convert(path: Path, out: Path, names: Mapping[str, Any], stateful: bool = Fa
         "operations": len(model.get_ops()),
         "softmax_guards_removed": guards,
         "reductions_rewritten": reductions,
+        **({"float64_in_float32": double} if double else {}),
         **({"attention_fused": fused} if stateful else {}),
     }
+
+
+def _in_float64(op: Any) -> bool:
+    return any(port.get_element_type().get_type_name() == "f64" for port in op.outputs())
 
 
 def _refusal(name: str, said: str) -> str:

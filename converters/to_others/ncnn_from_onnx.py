@@ -17,6 +17,8 @@ from accel.signature import Signature
 from accel.sources.onnx.file import read_proto
 from accel.stage import StageConfig
 
+from ..graph.float64 import refuse_float64
+
 # ncnn tensors have at most 4 dims besides the batch dim.
 _MAX_RANK = 5
 _DTYPES = {"float32": "f32", "int32": "i32", "int64": "i64"}
@@ -42,6 +44,7 @@ def ncnn_from_onnx(src: Artifact, config: NcnnFromOnnxConfig, out: Path) -> Arti
     for module in ("pnnx", "ncnn"):
         if importlib.util.find_spec(module) is None:
             raise MissingExtra(module, "ncnn")
+    refuse_float64(src.signature, "ncnn")
     _check_signature(src.signature)
     report("ncnn_from_onnx: pnnx")
     with tempfile.TemporaryDirectory(prefix="pnnx-", dir=out.parent) as text:

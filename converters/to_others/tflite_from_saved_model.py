@@ -10,7 +10,8 @@ from accel.progress import report
 from accel.sources.tensorflow.process import require_tensorflow
 from accel.stage import StageConfig
 
-from .keras2_process import run_with_keras2
+from ..graph.float64 import NO_FLOAT64, float64_end
+from .keras2_process import NotTensorFlow, run_with_keras2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,23 @@ def tflite_from_saved_model(src: Artifact, config: TfliteFromSavedModelConfig, o
     """
     require_tensorflow()
     report("tflite_from_saved_model")
-    run_with_keras2(
-        "accel.converters.to_others.tflite_from_saved_model:run_tflite",
-        f"TFLite can't hold {src.source.get('spec', src.path)}",
-        config.timeout,
-        folder=src.path.parent,
-        out=out,
-    )
+    what = f"TFLite can't hold {src.source.get('spec', src.path)}"
+    try:
+        run_with_keras2(
+            "accel.converters.to_others.tflite_from_saved_model:run_tflite",
+            what,
+            config.timeout,
+            folder=src.path.parent,
+            out=out,
+        )
+    except NotTensorFlow as error:
+        # TFLite has few operators in float64, such as Cast, so the converter's own message names only a place.
+        if found := float64_end(src.signature):
+            raise NotTensorFlow(
+                f"{what}: TFLite has hardly any operators for float64, the dtype of the {found[0]} {found[1].name!r}; "
+                f"{NO_FLOAT64}"
+            ) from error
+        raise
     properties = {"form": "tflite", "precision": src.properties.get("precision", "fp32")}
     return Artifact(path=out, kind="tflite", signature=src.signature, properties=properties)
 

@@ -183,9 +183,9 @@ def test_inputs_are_left_alone_and_need_not_stay(mlp: Artifact) -> None:
 
 
 KINDS = {
-    "float32": FLOAT, "float64": TensorProto.DOUBLE, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16,
-    "int8": TensorProto.INT8, "uint8": TensorProto.UINT8, "int32": TensorProto.INT32, "int64": TensorProto.INT64,
-    "uint16": TensorProto.UINT16, "bool": TensorProto.BOOL,
+    "float32": FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16, "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8, "int32": TensorProto.INT32, "int64": TensorProto.INT64, "uint16": TensorProto.UINT16,
+    "bool": TensorProto.BOOL,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto
 
 import accel
 import accel.stage
@@ -24,6 +25,7 @@ from accel.errors import AccelError, GateFailed, UnknownName, UsageError
 from accel.runtimes.base import BaseSession
 from accel.tables.kinds import export_formats
 from accel.tables.stage_table import get_stage
+from tests.support.onnx_builder import FLOAT, artifact, node
 
 
 def top1(session: BaseSession, data: Path) -> float:
@@ -270,3 +272,34 @@ def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         accel.export(tmp_path / "a.onnx", to="ncnn", out=tmp_path / "out")
     assert said in str(caught.value)
     assert "the model holds the operator Loop: keep it as ONNX" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("to", "end"), [("openvino", "input"), ("openvino", "output"), ("ncnn", "output"), ("tflite", "input")]
+)
+def test_float64_is_refused_where_it_becomes_float32(cli: Any, tmp_path: Path, to: str, end: str) -> None:
+    """Fails if a format whose runtime computes in float32 takes a model in float64 and still declares float64, or if
+    ONNX Runtime, which the message advises, doesn't keep a value that float32 can't hold."""
+    pytest.importorskip({"openvino": "openvino", "ncnn": "pnnx", "tflite": "tensorflow"}[to])
+    kinds = (FLOAT, TensorProto.DOUBLE) if end == "output" else (TensorProto.DOUBLE, FLOAT)
+    nodes = [node("Cast", "x", "d", to=TensorProto.DOUBLE), node("Exp", "d", "e"), node("Cast", "e", "y", to=kinds[1])]
+    model = artifact(tmp_path / "m.onnx", nodes, {"x": (kinds[0], ["n", 4])}, {"y": (kinds[1], ["n", 4])}).path
+    ran = cli("export", model, "--to", to, "-o", tmp_path / "out", "-q")
+    assert ran.code == 1
+    assert "float64" in ran.stderr
+    assert "keep it as ONNX" in ran.stderr
+    if end == "output":
+        with accel.load(model) as session:
+            np.testing.assert_allclose(session.run({"x": np.full((2, 4), 700, np.float32)})["y"], np.exp(700.0))
+
+
+def test_float64_inside_is_said(cli: Any, tmp_path: Path) -> None:
+    """Fails if neither a note nor the manifest tells that OpenVINO computes in float32 what the model computes in
+    float64."""
+    pytest.importorskip("openvino")
+    nodes = [node("Cast", "x", "d", to=TensorProto.DOUBLE), node("Exp", "d", "e"), node("Cast", "e", "y", to=FLOAT)]
+    model = artifact(tmp_path / "m.onnx", nodes, {"x": (FLOAT, ["n", 4])}, {"y": (FLOAT, ["n", 4])}).path
+    ran = cli("export", model, "--to", "openvino", "-o", tmp_path / "out", "--json", "-q")
+    assert ran.code == 0, ran.stderr
+    assert "2 operations in float64, which the runtime computes in float32" in ran.stderr
+    assert json.loads(ran.stdout)["stages"][-1]["notes"]["float64_in_float32"] == 2
