@@ -6,8 +6,8 @@ from accel.errors import BuildFailed
 from accel.signature import Signature, TensorSpec
 
 NO_FLOAT64 = (
-    "convert the model to float32 before it is exported (model.float()), or keep it as ONNX, which ONNX Runtime computes "
-    "in float64"
+    "convert the model to float32 before it is exported (model.float()), or keep it as ONNX, which ONNX Runtime "
+    "computes in float64"
 )
 
 

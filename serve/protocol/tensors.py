@@ -6,6 +6,7 @@ bytes. A tensor of fixed-size elements becomes a view of the received bytes, wit
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ BY_CONFIG = {d.config: d.name for d in DATATYPES.values()}
 
 _LENGTH = struct.Struct("<I")
 _AT_ONCE = 1 << 14
+_LONGEST = 60  # characters of a value in a message
 
 
 def invalid(message: str) -> ServeError:
@@ -155,33 +157,79 @@ def decode_typed(
             strings[i] = value.encode() if isinstance(value, str) else value
         return strings.reshape(tuple(shape))
     found = np.empty(count, dtype=kind.numpy)
-    try:
-        # Python's numbers take eight times the memory of the array, so they are made a few at a time.
-        for start in range(0, count, _AT_ONCE):
-            found[start : start + _AT_ONCE] = _numbers(kind, values[start : start + _AT_ONCE])
-    except (ValueError, TypeError, OverflowError) as error:
-        raise invalid(f"the values of input '{name}' for model '{model}' don't fit {datatype}: {error}") from None
+    # Python's numbers take eight times the memory of the array, so they are made a few at a time.
+    for start in range(0, count, _AT_ONCE):
+        some = values[start : start + _AT_ONCE]
+        try:
+            with np.errstate(over="raise"):
+                found[start : start + _AT_ONCE] = _numbers(kind, some)
+        except (ValueError, TypeError, ArithmeticError):
+            raise misfit(name, kind, some) from None
     return found.reshape(tuple(shape))
 
 
 def _numbers(kind: Datatype, values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Returns ``values`` as an array. Raises ``ValueError``, ``TypeError`` or ``OverflowError`` if a value doesn't fit
-    the datatype."""
-    wide = np.asarray(values)
+    """Returns ``values`` as an array. Raises ``ValueError``, ``TypeError`` or ``ArithmeticError`` if a value doesn't
+    fit the datatype. Looks at single values only where NumPy's conversion leaves doubts."""
+    wide, to = np.asarray(values), kind.numpy.kind
     if wide.ndim != 1:
         raise ValueError("the values have to be a flat list")
-    if kind.numpy.kind in "iub" and wide.dtype.kind not in "iub" and not _integers(values):
+    # NumPy makes floats of a list of negative and large unsigned integers, and objects of integers beyond 64 bits.
+    if wide.dtype.kind not in _FITTING[to] and len(wide) and not _fits(kind, values):
         raise ValueError(f"values of dtype {wide.dtype}")
     made = np.array(values, dtype=kind.numpy)
-    if isinstance(values, np.ndarray) and kind.numpy.kind in "iu" and not np.array_equal(made, wide):
-        raise OverflowError("a number is too large")  # numpy checks the numbers of a list, but not those of an array
+    if isinstance(values, np.ndarray) and to in "iu" and not np.array_equal(made, wide):
+        raise OverflowError("a number is too large")  # NumPy checks the numbers of a list, but not those of an array
+    if to == "b" and wide.dtype.kind != "b" and not np.array_equal(made, wide):
+        raise ValueError("neither 0 nor 1")
     return made
 
 
-def _integers(values: Sequence[Any] | np.ndarray) -> bool:
-    """Tells whether all values are integers. Doesn't rely on the array's dtype, because numpy converts a list of
-    negative and large unsigned integers to floats."""
-    return all(isinstance(value, int) for value in values)
+# The kinds of NumPy's dtypes whose values fit a datatype of each kind, as far as the range allows.
+_FITTING = {"b": "biu", "i": "iu", "u": "iu", "f": "fiu"}
+
+
+def _fits(kind: Datatype, values: Sequence[Any] | np.ndarray) -> bool:
+    return all(_fits_alone(kind, value) for value in values)
+
+
+def _fits_alone(kind: Datatype, value: Any) -> bool:
+    """Tells whether a single value fits the datatype."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, bool):
+        return kind.numpy.kind == "b"
+    if kind.numpy.kind == "b":
+        return isinstance(value, int) and value in (0, 1)
+    if kind.numpy.kind in "iu":
+        limits = np.iinfo(kind.numpy)
+        return isinstance(value, int) and int(limits.min) <= value <= int(limits.max)
+    try:
+        with np.errstate(over="ignore"):
+            return isinstance(value, int | float) and bool(
+                np.isfinite(np.float64(value).astype(kind.numpy)) or not math.isfinite(value)
+            )
+    except OverflowError:
+        return False
+
+
+def misfit(name: str, kind: Datatype, values: Sequence[Any] | np.ndarray) -> ServeError:
+    """Returns a ``ServeError`` INVALID_ARGUMENT that names the first of ``values`` that doesn't fit the datatype."""
+    for value in values:
+        if not _fits_alone(kind, value):
+            value = value.item() if isinstance(value, np.generic) else value
+            said = json.dumps(value, default=repr)[:_LONGEST]
+            return invalid(f"input '{name}' holds {said}, but {kind.name} takes {takes(kind)}")
+    return invalid(f"the values of input '{name}' don't fit {kind.name}; give a flat list of {takes(kind)}")
+
+
+def takes(kind: Datatype) -> str:
+    """Returns the values that a datatype takes, in words."""
+    if kind.numpy.kind == "b":
+        return "true and false"
+    if kind.numpy.kind in "iu":
+        limits = np.iinfo(kind.numpy)
+        return f"integers from {limits.min} to {limits.max}"
+    return f"numbers up to {float(ml_dtypes.finfo(kind.numpy).max):.3g}"
 
 
 def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:

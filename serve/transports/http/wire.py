@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from accel.errors import one_line
 from ...core.server import ModelMetadata
 from ...core.transport import InferCall, InferReply, WireInput
 from ...protocol.inference import DurationStatistic, ModelStatistics, Parameter
-from ...protocol.tensors import encode, invalid
+from ...protocol.tensors import DATATYPES, encode, get_datatype, invalid, misfit, takes
 from ..parameters import memory_slice, wanted_output
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -61,9 +61,10 @@ def read_call(model: str, version: str, body: bytes | bytearray, header_length: 
     if header_length is not None and not length:
         return _raw(model, version, view)
     head, rest = read_json(view[:length]), view[length:]
+    literals = _Literals.of(body, length)
     inputs, used = [], 0
     for row in _rows(head.get("inputs"), "inputs"):
-        made, size = _input(row, rest[used:])
+        made, size = _input(row, rest[used:], literals)
         inputs.append(made)
         used += size
     if used != len(rest):
@@ -104,7 +105,20 @@ def _text(row: dict[str, Any], key: str, what: str) -> str:
     return value
 
 
-def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
+class _Literals(NamedTuple):
+    """Tells which words a body has. Without the words, there is no need to look for their values, one by one."""
+
+    booleans: bool
+    infinity: bool
+
+    @classmethod
+    def of(cls, body: bytes | bytearray, length: int) -> _Literals:
+        """Returns the words among the first ``length`` bytes of ``body``."""
+        booleans = body.find(b"true", 0, length) >= 0 or body.find(b"false", 0, length) >= 0
+        return cls(booleans, body.find(b"Infinity", 0, length) >= 0)
+
+
+def _input(row: dict[str, Any], rest: memoryview, literals: _Literals) -> tuple[WireInput, int]:
     name, kind = _text(row, "name", "input"), _text(row, "datatype", "input")
     shape = row.get("shape")
     if not isinstance(shape, list) or not all(isinstance(d, int) and not isinstance(d, bool) for d in shape):
@@ -126,24 +140,41 @@ def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
     if "data" in row:
         if kind in BINARY_ONLY:
             raise invalid(f"sending {kind} data via JSON is not supported, use binary data for input '{name}'")
-        made.values = _flat(name, kind, row["data"])
+        made.values = _flat(name, kind, row["data"], literals)
     return made, 0
 
 
-def _flat(name: str, kind: str, data: Any) -> Any:
+def _flat(name: str, kind: str, data: Any, literals: _Literals) -> Any:
     """Returns the values of a possibly nested list in row-major order. The rows may differ in length, as Triton allows;
-    the number of values is compared with the shape later."""
+    the number of values is compared with the shape later. Raises ``ServeError`` INVALID_ARGUMENT for values that NumPy
+    takes for other values: a boolean for 1, and a number beyond float64 for infinity."""
     if not isinstance(data, list):
         data = [data]
-    if kind != "BYTES" and data and isinstance(data[0], list):
+    if kind == "BYTES":
+        strings = _flattened(name, data)
+        if not all(isinstance(value, str) for value in strings):
+            raise invalid(f"input '{name}' is BYTES, so its data has to be strings")
+        return strings
+    if literals.booleans and kind != "BOOL":
+        values = _flattened(name, data)
+        if any(isinstance(value, bool) for value in values):
+            raise misfit(name, get_datatype(name, kind), values)
+    is_float = kind in ("FP32", "FP64")
+    if data and (is_float or isinstance(data[0], list)):
         try:
-            return np.asarray(data).ravel()  # much faster than ``_leaves``
+            array = np.asarray(data).ravel()  # much faster than ``_leaves``
         except (ValueError, OverflowError):
-            pass
-    found = data if not any(isinstance(value, list) for value in data) else list(_leaves(name, data, 0))
-    if kind == "BYTES" and not all(isinstance(value, str) for value in found):
-        raise invalid(f"input '{name}' is BYTES, so its data has to be strings")
-    return found
+            return _flattened(name, data)
+        if is_float and array.dtype.kind == "f" and not literals.infinity and np.isinf(array).any():
+            limit = takes(DATATYPES[kind])
+            raise invalid(f"input '{name}' holds a number that is too large, but {kind} takes {limit}")
+        if array.dtype.kind in ("fiu" if is_float else "biu"):
+            return array
+    return _flattened(name, data)
+
+
+def _flattened(name: str, data: list[Any]) -> list[Any]:
+    return data if not any(isinstance(value, list) for value in data) else list(_leaves(name, data, 0))
 
 
 def _leaves(name: str, data: list[Any], depth: int) -> Iterator[Any]:

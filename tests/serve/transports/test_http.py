@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.http as triton
-from onnx import TensorProto
+from onnx import TensorProto, helper
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
+from accel.serve.protocol.tensors import DATATYPES
 from tests.support.serving import WEIGHTS, Start, identity, linear, plain, routes
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
@@ -166,6 +167,56 @@ def test_what_is_refused(process: Any, path: str, body: bytes, length: str | Non
     assert found == status
     assert says in json.loads(text)["error"]
     assert process.server.under_way == 0
+
+
+NUMBERS = ("FP32", "FP64", "INT8", "INT32", "INT64", "UINT8", "UINT64", "BOOL")
+
+
+REFUSED = [
+    *((kind, value, f"'x' holds {value}, but {kind} takes") for kind in NUMBERS for value in ("null", '"1"')),
+    *((kind, "true", f"'x' holds true, but {kind} takes") for kind in NUMBERS if kind != "BOOL"),
+    *((kind, "1.5", f"'x' holds 1.5, but {kind} takes") for kind in NUMBERS if not kind.startswith("FP")),
+    ("FP32", "1e39", "'x' holds 1e+39, but FP32 takes numbers up to 3.4e+38"),
+    ("FP32", "-1e400", "'x' holds a number that is too large, but FP32 takes"),
+    ("FP64", "1e400", "'x' holds a number that is too large, but FP64 takes"),
+    ("BOOL", "2", "'x' holds 2, but BOOL takes true and false"),
+    ("BOOL", "1.0", "'x' holds 1.0, but BOOL takes true and false"),
+    ("INT8", "-129", "'x' holds -129, but INT8 takes integers from -128 to 127"),
+    ("UINT64", "18446744073709551616", "'x' holds 18446744073709551616, but UINT64 takes"),
+]
+TAKEN = [
+    ("FP32", "[1,2.5,3.4028234e38,-1e-46]", [1, 2.5, 3.4028234663852886e38, 0]),
+    ("FP32", "[1180591620717411303424,NaN,Infinity,-Infinity]", [2.0**70, np.nan, np.inf, -np.inf]),
+    ("FP64", "[[1e308],[-5e-324]]", [1e308, -5e-324]),
+    ("INT64", "[9223372036854775807,[-9223372036854775808]]", [(1 << 63) - 1, -(1 << 63)]),
+    ("UINT64", "[18446744073709551615,1]", [(1 << 64) - 1, 1]),
+    ("BOOL", "[true,[false]]", [True, False]),
+    ("BOOL", "[1,0]", [True, False]),
+]
+
+
+def test_json_values_of_every_datatype(tmp_path: Path, start: Start) -> None:
+    """Fails if NumPy makes another number of a JSON value, such as NaN of null, in any form of the list. Also fails if
+    a good value is refused or changed."""
+    for kind in NUMBERS:
+        identity(tmp_path / kind / "1", helper.np_dtype_to_tensor_dtype(DATATYPES[kind].numpy))
+    process = start(tmp_path, http_port=0)
+
+    def ask(kind: str, size: int, data: str) -> tuple[int, bytes]:
+        row = f'{{"name":"x","datatype":"{kind}","shape":[{size}],"data":{data}}}'
+        text = f'{{"inputs":[{row}],"parameters":{{"binary_data_output":true}}}}'
+        return plain(process, f"/v2/models/{kind}/infer", text.encode())
+
+    for kind, value, says in REFUSED:
+        for form in ("[{}]", "[1,{}]", "[{},1]", "[[1],[{}]]", *(["[0.5,{}]"] if kind.startswith("FP") else [])):
+            status, body = ask(kind, form.count(",") + 1, form.format(value))
+            assert status == 400, (kind, form, value, body)
+            assert says in json.loads(body)["error"], (kind, form, value)
+    for kind, data, wanted in TAKEN:
+        status, body = ask(kind, len(wanted), data)
+        assert status == 200, (kind, data, body)
+        expected = np.array(wanted, DATATYPES[kind].numpy)
+        np.testing.assert_array_equal(np.frombuffer(body[-expected.nbytes :], expected.dtype), expected)
 
 
 @pytest.mark.parametrize(
