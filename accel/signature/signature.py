@@ -181,10 +181,10 @@ class Signature:
         dynamic dims.
 
         Floats are uniform in the input's range ``values``, or else normally distributed. Integers are drawn from
-        ``seen`` inside ``values`` (see ``TensorSpec.drawn_at``), or else from 0 and 1. The largest integer of a column
-        is that in ``columns``, if the input has ``columns``. An input with a ``sample`` repeats this sample. An input
-        whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row. Optional
-        inputs are left out.
+        ``seen`` inside ``values``, or else from the whole range of a dtype of 8 bits, or else from 0 and 1 (see
+        ``TensorSpec.drawn_at``). The largest integer of a column is that in ``columns``, if the input has ``columns``.
+        An input with a ``sample`` repeats this sample. An input whose name ends in ``mask`` holds ones followed by
+        zeros, with a random count of ones in each row. Optional inputs are left out.
 
         Raises ``BadInputSpec`` if an input has no valid number at ``sizes``.
         """
@@ -220,12 +220,13 @@ class Signature:
 
     @property
     def unknown_integers(self) -> tuple[TensorSpec, ...]:
-        """Returns the integer inputs with an unknown range of valid integers. For an input of unknown range,
-        ``example_inputs`` draws 0 or 1."""
+        """Returns the integer inputs with an unknown range of valid integers, for which ``example_inputs`` draws 0 or
+        1."""
         return tuple(
             spec
             for spec in self.inputs
             if spec.dtype.startswith(("int", "uint")) and spec.values is None and spec.seen is None
+            if not spec.draws_all
             if not spec.optional and not (spec.name.endswith("mask") and spec.shape)
         )
 

@@ -23,6 +23,10 @@ DTYPES = (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "string",
 )  # fmt: skip
 
+# Random inputs hold any number of these dtypes by default, because their numbers are mostly pixels or samples. The
+# integers of a wider dtype are mostly ids, which few models take from the whole range.
+_SMALL = ("int8", "uint8")
+
 _SPEC = re.compile(
     r"^(?P<name>[^:\[\]{}]+):(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?(?:\{(?P<lo>[^{}]+?)\.\.(?P<hi>[^{}]+)\})?$"
 )
@@ -112,7 +116,33 @@ class TensorSpec:
                 raise BadInputSpec(f"input {text!r} has the invalid dim {part!r}; write a number or a name like {like}")
             shape.append(int(part) if part.lstrip("-").isdigit() else part)
         values = (match["lo"], match["hi"]) if match["lo"] is not None else None
-        return cls(match["name"], match["dtype"], tuple(shape), values)
+        return cls(match["name"], match["dtype"], tuple(shape), values).checked()
+
+    def checked(self) -> TensorSpec:
+        """Returns the spec. Raises ``BadInputSpec`` if the dtype can't hold a bound of ``values``."""
+        limits = self.dtype_range
+        if self.values is None or limits is None:
+            return self
+        low, high = (
+            min(max(int(bound), limits[0]), limits[1]) if not isinstance(bound, str) else bound for bound in self.values
+        )
+        if (low, high) != self.values:
+            fits = option("inputs", [replace(self, values=(low, high))])
+            raise BadInputSpec(
+                f"the range of {self} is beyond {self.dtype}, which holds {limits[0]}..{limits[1]}; declare {fits}, or "
+                "a wider dtype"
+            )
+        return self
+
+    @property
+    def dtype_range(self) -> tuple[int, int] | None:
+        """Returns the smallest and the largest integer of the dtype, or None if the dtype doesn't hold integers."""
+        if not self.dtype.startswith(("int", "uint")):
+            return None
+        import numpy as np
+
+        limits = np.iinfo(self.dtype)
+        return int(limits.min), int(limits.max)
 
     def __str__(self) -> str:
         values = f"{{{self.values[0]}..{self.values[1]}}}" if self.values else ""
@@ -142,12 +172,18 @@ class TensorSpec:
 
     def drawn_at(self, sizes: Mapping[str, int]) -> tuple[int, int]:
         """Returns the smallest and the largest integer of an example input for the dims' ``sizes``: ``seen`` inside
-        ``values``, or else 0 and 1."""
+        ``values``, or else all integers of a dtype of 8 bits, or else 0 and 1."""
         valid = self.range_at(sizes)
         if valid is None or self.seen is None:
-            return valid or self.seen or (0, 1)
+            known = valid or self.seen
+            return known or (self.dtype_range if self.draws_all else None) or (0, 1)
         low, high = max(valid[0], self.seen[0]), min(valid[1], self.seen[1])
         return (low, high) if low <= high else valid
+
+    @property
+    def draws_all(self) -> bool:
+        """Tells whether random inputs hold all integers of the dtype, because it has 8 bits and no range is known."""
+        return self.dtype in _SMALL and self.values is None and self.seen is None
 
     @property
     def is_float(self) -> bool:

@@ -80,14 +80,15 @@ def declare(
 
 
 def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
-    """Turns inputs in any accepted notation into specs. Raises ``BadInputSpec`` for an unknown notation."""
+    """Turns inputs in any accepted notation into specs. Raises ``BadInputSpec`` for an unknown notation, and for a
+    range beyond an input's dtype."""
     if isinstance(inputs, str):
         inputs = [inputs]
     specs: list[TensorSpec] = []
     if isinstance(inputs, Mapping):
         for name, value in inputs.items():
             if isinstance(value, TensorSpec):
-                specs.append(TensorSpec(name, value.dtype, value.shape, value.values))
+                specs.append(TensorSpec(name, value.dtype, value.shape, value.values).checked())
             elif isinstance(value, str):
                 specs.append(TensorSpec.parse(f"{name}:{value}"))
             elif isinstance(value, tuple | list) and len(value) == 2:
@@ -98,7 +99,7 @@ def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
                 )
     else:
         for value in inputs:
-            specs.append(value if isinstance(value, TensorSpec) else TensorSpec.parse(value))
+            specs.append(value.checked() if isinstance(value, TensorSpec) else TensorSpec.parse(value))
     return tuple(specs)
 
 

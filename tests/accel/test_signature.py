@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,21 @@ from accel.stage import config_json
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,8}", fullmatch=True)
 dims = st.one_of(st.integers(0, 9), st.sampled_from(["batch", "sequence", "height"]))
+
+
+def _held(spec: TensorSpec) -> TensorSpec:
+    """Returns ``spec`` with a range that its dtype holds."""
+    low = -5 if spec.dtype_range is None else spec.dtype_range[0]
+    return spec if spec.values is None else replace(spec, values=(max(int(spec.values[0]), low), spec.values[1]))
+
+
 specs = st.builds(
     TensorSpec,
     names,
     st.sampled_from([d for d in DTYPES if d != "string"]),
     st.lists(dims, max_size=4).map(tuple),
     st.one_of(st.none(), st.tuples(st.integers(-5, 0), st.integers(0, 100))),
-)
+).map(_held)
 ranges = st.lists(st.integers(1, 9), min_size=3, max_size=3).map(lambda v: DimRange(*sorted(v)))
 
 

@@ -153,7 +153,7 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
     inputs = tuple(_spec(v) for v in model.graph.input if v.name not in initializers)
     outputs = tuple(_spec(v) for v in model.graph.output)
     bounds = _index_bounds(model)
-    inputs = tuple(replace(spec, values=bounds.get(spec.name)) for spec in inputs)
+    inputs = tuple(replace(spec, values=_held(spec, bounds.get(spec.name))) for spec in inputs)
     properties = {
         "opset": opset_of(model),
         "ir": int(model.ir_version),
@@ -226,6 +226,12 @@ def _index_bounds(model: onnx.ModelProto) -> dict[str, tuple[int, int]]:
                 name, last = origin[node.input[1]], rows[node.input[0]] - 1
                 bounds[name] = (0, min(last, bounds[name][1]) if name in bounds else last)
     return bounds
+
+
+def _held(spec: TensorSpec, bounds: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Returns ``bounds`` as far as the dtype of ``spec`` holds them."""
+    limits = spec.dtype_range
+    return bounds if bounds is None or limits is None else (bounds[0], min(bounds[1], limits[1]))
 
 
 def _precision(model: onnx.ModelProto) -> str:

@@ -114,7 +114,8 @@ def with_table_ranges(
     if not free:
         return signature
     case = signature.cases(_LARGEST_BATCH)[0]
-    feeds = signature.example_inputs(**case)
+    # The tables are recorded only as far as the model runs, and every table has a first row.
+    feeds = _with_inputs(signature, map(_cautious, signature.inputs)).example_inputs(**case)
     with suppress(Exception), _Lookups({name: feeds[name] for name in free if feeds[name].size}) as lookups:
         (watched or run)(feeds)  # a model may raise any type of error
     tables = lookups.tables
@@ -146,7 +147,8 @@ def smaller_tables(signature: Signature, run: Callable[[Feeds], object]) -> str:
 def _ranged(spec: TensorSpec, tables: _Tables | None) -> TensorSpec:
     if tables is None:
         return spec
-    common = (0, tables.smallest - 1)
+    limit = spec.dtype_range or (0, _NO_TABLE)
+    common = (0, min(tables.smallest - 1, limit[1]))
     if not tables.whole:
         return replace(spec, seen=common)
     if tables.smallest == tables.largest:
@@ -154,7 +156,7 @@ def _ranged(spec: TensorSpec, tables: _Tables | None) -> TensorSpec:
     largest = int(tables.rows.max())
     if largest == tables.smallest:  # every integer selects a row of the smallest table
         return replace(spec, values=common, seen=None)
-    return replace(spec, values=(0, largest - 1), seen=common, columns=_columns(spec, tables.rows - 1))
+    return replace(spec, values=(0, min(largest - 1, limit[1])), seen=common, columns=_columns(spec, tables.rows - 1))
 
 
 def _columns(spec: TensorSpec, highs: np.ndarray) -> tuple[Any, ...] | None:
@@ -192,9 +194,9 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object], tensors: M
     these integers.
 
     Tries each dim, such as the sequence length, and each dim minus 1, as the largest value. If no dim helps, tries the
-    integers of the user's example inputs ``tensors``. First changes one input at a time, and then all inputs together.
-    Returns ``signature`` unchanged if ``run`` already accepts its integers, or if nothing helps. Only inputs without
-    declared ``values`` are changed.
+    integers of the user's example inputs ``tensors``, and at last 0 and 1 for dtypes of 8 bits. First changes one
+    input at a time, and then all inputs together. Returns ``signature`` unchanged if ``run`` already accepts its
+    integers, or if nothing helps. Only inputs without declared ``values`` are changed.
     """
     batch = signature.batch_dim
     dims = [dim for dim in signature.dims if dim != batch]
@@ -206,11 +208,18 @@ def find_bounds(signature: Signature, run: Callable[[Feeds], object], tensors: M
         [replace(spec, values=_values(spec, f"{dim}{less}"), seen=None) for spec in group]
         for group, dim, less in product(groups, dims, ("", "-1"))
     )
-    for changed in chain(bounded, _sampled(groups, tensors)):
+    cautious = ([_cautious(spec) for spec in group] for group in groups)
+    for changed in chain(bounded, _sampled(groups, tensors), cautious):
         tried = _with_inputs(signature, changed)
         if tried != signature and _runs(tried, run):
             return tried
     return signature
+
+
+def _cautious(spec: TensorSpec) -> TensorSpec:
+    """Returns ``spec`` with 0 and 1 as the integers of its random inputs, if they would hold all integers of its
+    dtype."""
+    return replace(spec, seen=(0, 1)) if _is_free(spec) and spec.draws_all else spec
 
 
 def with_samples(
@@ -246,9 +255,11 @@ def _with_inputs(signature: Signature, changed: Iterable[TensorSpec]) -> Signatu
 
 def bounds_words(before: Signature, after: Signature) -> str:
     """Returns a text about the bounds that ``find_bounds`` found, or "" if it found no bounds."""
-    found = [new for old, new in zip(before.inputs, after.inputs, strict=True) if old.values != new.values]
+    pairs = tuple(zip(before.inputs, after.inputs, strict=True))
+    found = [new for old, new in pairs if old.values != new.values]
     if not found:
-        return ""
+        names = " and ".join(new.name for old, new in pairs if old.draws_all and not new.draws_all and not new.sample)
+        return f"the model fails on other integers of {names}, so random inputs hold only 0 and 1" if names else ""
     said = " and ".join(f"{spec.name} is in {spec.values[0]}..{spec.values[1]}" for spec in found if spec.values)
     return f"{said}: the model fails on larger integers at some sizes"
 
