@@ -12,7 +12,7 @@ import torch
 from accel.errors import AccelError, BadSource
 from accel.progress import report
 from accel.sources.structure import Template
-from accel.sources.torch.arguments import arguments_of_example, positional_parameters
+from accel.sources.torch.arguments import Arguments, arguments_of_example
 from accel.sources.torch.call import to_array
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def _add(
     first: bool,
 ) -> None:
     """Adds a call to ``calls``."""
-    example = _as_example(module, args, kwargs)
-    templates, tensors = arguments_of_example(module, example)
+    example = Arguments(args, kwargs)
+    templates, tensors, _ = arguments_of_example(module, example)
     shapes = {(name, axis): size for name, one in tensors.items() for axis, size in enumerate(one.shape)}
     if calls.runs and (templates != calls.templates or set(shapes) != set(calls.sizes)):
         raise BadSource(_difference(calls, templates, shapes))
@@ -122,13 +122,8 @@ def _add(
         calls.sizes.setdefault(axis, []).append(size)
     elements = sum(one.numel() for one in tensors.values())
     if first and elements > calls.elements:
-        calls.elements, calls.largest = elements, _copied(example)
+        calls.elements, calls.largest = elements, Arguments(_copied(args), _copied(kwargs))
     calls.keep(lambda: {name: to_array(_copied(one)) for name, one in tensors.items()})
-
-
-def _as_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the arguments of a call as a tuple, or as a dict by name if any argument was given by name."""
-    return args if not kwargs else {**dict(zip(positional_parameters(module)[0], args, strict=False)), **kwargs}
 
 
 def _copied(value: Any) -> Any:

@@ -22,7 +22,7 @@ from accel.sources.structure import Template, constants_in, describe
 from accel.spelling import options
 
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
-from .arguments import Called
+from .arguments import Called, parameters_of, usually_by_position
 from .probe.changed_state import changes_words
 from .probe.checked_bags import checked_bags
 from .probe.fitting_inputs import axes_of_one_size, fitting_inputs
@@ -77,8 +77,9 @@ def flatten(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
 class NamedModule(torch.nn.Module):
     """A module that takes tensors in the order of ``inputs`` and returns a tuple in the order of ``outputs``.
 
-    Passes inputs by keyword if ``forward`` has parameters with these names, else by position. Raises ``BadInputSpec``
-    if there are several inputs and ``forward`` has no parameter for one of them.
+    If ``forward`` has parameters with the names of all inputs, passes the first ones by position and the others by
+    keyword (see ``usually_by_position``). Otherwise, passes all inputs by position. Raises ``BadInputSpec`` if there
+    are several inputs and ``forward`` has no parameter for one of them.
     """
 
     def __init__(self, module: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str] = ()) -> None:
@@ -86,16 +87,18 @@ class NamedModule(torch.nn.Module):
         self.module = module
         self.names = tuple(inputs)
         self.outputs = tuple(outputs)
-        self.keywords = _by_keyword(module, self.names)
-        # The order in which ``forward`` takes the tensors, if they are passed by position.
+        keywords = _by_keyword(module, self.names)
+        # The inputs that are passed by position, in order.
         self.order = module.names if isinstance(module, Called) and len(self.names) > 1 else self.names
+        if keywords:
+            self.order = tuple(usually_by_position(module, self.names))
         # True if forward writes to its inputs, or None before the first run.
         self.writes_inputs: bool | None = None
 
     def call(self, *tensors: torch.Tensor) -> Any:
         """Calls the module and returns its result unchanged, for example a dataclass."""
         named = dict(zip(self.names, tensors, strict=True))
-        return self.module(**named) if self.keywords else self.module(*(named[name] for name in self.order))
+        return self.module(*[named.pop(name) for name in self.order], **named)
 
     def by_name(self, result: Any) -> dict[str, torch.Tensor]:
         """Maps names to the tensors in ``result``, which ``call`` returned."""
@@ -106,12 +109,6 @@ class NamedModule(torch.nn.Module):
         return tuple(self.by_name(self.call(*tensors)).values())
 
 
-def script_parameters(module: torch.jit.ScriptModule) -> list[str]:
-    """Returns the names of the parameters of a TorchScript module's ``forward``."""
-    forward: Any = module.forward
-    return [argument.name for argument in forward.schema.arguments[1:]]
-
-
 def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     """Tells whether all inputs are parameters of ``forward``, so that they can be passed by keyword.
 
@@ -120,7 +117,7 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     because inputs in an unknown order could be mixed up.
     """
     if isinstance(module, torch.jit.ScriptModule):
-        known, anything = script_parameters(module), False
+        known, anything = parameters_of(module), False
     elif isinstance(module, Called):
         if len(names) > 1 and set(names) != set(module.names):
             raise BadInputSpec(
@@ -130,7 +127,7 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
         return False
     else:
         parameters = inspect.signature(module.forward).parameters
-        known = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        known = parameters_of(module)
         anything = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
     if set(names) <= set(known):
         return True

@@ -20,7 +20,8 @@ from accel.signature import Signature, TensorSpec
 from ..declare import Declaration, input_example
 from ..pipeline import Pipeline
 from ..python_object import load_object, raised
-from .call import NamedModule, flatten, run_named, script_parameters
+from .arguments import called_as_usual, parameters_of
+from .call import NamedModule, flatten, run_named
 from .found import Found
 from .live import capture, found_called, open_captured
 from .probe.integer_bounds import with_table_ranges
@@ -105,8 +106,9 @@ def _declared(found: Found, declaration: Declaration | None) -> Found:
 
 def _is_plain(module: torch.nn.Module, example: Any, declaration: Declaration | None) -> bool:
     """Tells whether the example holds one tensor for each of the first parameters of ``forward``, or tensors by the
-    names of parameters. A single tensor of another name is plain too, unless ``forward`` takes it in a dict. An example
-    isn't needed if the factory declares parameters of ``forward``."""
+    names of parameters, and whether ``NamedModule`` calls the module as the example does. A single tensor of another
+    name is plain too, unless ``forward`` takes it in a dict. An example isn't needed if the factory declares parameters
+    of ``forward``."""
     if isinstance(example, torch.Tensor):
         return True
     if declaration and {spec.name for spec in declaration.inputs} <= set(forward_parameters(module)):
@@ -118,9 +120,9 @@ def _is_plain(module: torch.nn.Module, example: Any, declaration: Declaration | 
         return False
     names = forward_parameters(module)
     if not isinstance(example, Mapping):
-        return len(values) <= len(names)
+        return len(values) <= len(names) and called_as_usual(module, names[: len(values)], len(values))
     if set(example) <= set(names):
-        return True
+        return called_as_usual(module, list(example), 0)
     if len(values) > 1:
         return False
     with contextlib.suppress(Exception), torch.inference_mode():  # a model may raise any type of error
@@ -186,7 +188,7 @@ def specs_from_example(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec,
 def forward_parameters(module: torch.nn.Module) -> list[str]:
     """Returns the names of the parameters of ``forward``."""
     if isinstance(module, torch.jit.ScriptModule):
-        return script_parameters(module)
+        return parameters_of(module)
     return [n for n, p in inspect.signature(module.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
 
 

@@ -38,7 +38,7 @@ from .arguments import (
     positional_parameters,
     unwrapped,
 )
-from .call import flatten, to_array, to_tensor
+from .call import NamedModule, flatten, to_array, to_tensor
 from .fingerprint import code_and_attributes_sha256, script_bytes, state_sha256, tensor_sha256
 from .found import Found
 from .probe.changed_state import changes_words
@@ -68,6 +68,7 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
     """
     module = unwrapped(model)
     arguments, tensors, facts = facts_of_call(module, example)
+    by_position = facts["by_position"]
     named = named_axes(dynamic, arguments, {name: tuple(one.shape) for name, one in tensors.items()})
     values = {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
     key = text_sha256(canonical_json([facts, values, named.names, named.ranges, named.open_batch]))
@@ -76,7 +77,7 @@ def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | N
     if not path.is_file():
         with cache.scratch() as folder:
             _write(module, folder / path.name)
-            copied = callable_as(_read(folder / path.name), arguments).eval()
+            copied = callable_as(_read(folder / path.name), arguments, by_position).eval()
             outputs: Tensors = {}
             if tensors:
                 outputs = _run(copied, tensors, facts["class"])
@@ -91,7 +92,7 @@ def found_called(module: torch.nn.Module, example: Any, path: Path) -> Found:
     """Returns the module of a factory with the signature of its example arguments, as ``capture`` finds it. The module
     stays in this process, so it may hold anything. ``path`` is the factory's file."""
     arguments, tensors, facts = facts_of_call(module, example)
-    called = callable_as(module, arguments).eval()
+    called = callable_as(module, arguments, facts["by_position"]).eval()
     _run(called, tensors, facts["class"])
     facts |= _described(called, tensors, named_axes(None, {}, {}))
     signature = Signature.from_json(facts["signature"])
@@ -108,7 +109,7 @@ def facts_of_call(
 
     Raises ``BadInputSpec`` if the example doesn't fit the module.
     """
-    arguments, inputs = arguments_of_example(module, example)
+    arguments, inputs, by_position = arguments_of_example(module, example)
     tensors = {name: _on_cpu(value) for name, value in inputs.items()}
     _check_rows(tensors)
     facts: dict[str, Any] = {
@@ -116,6 +117,7 @@ def facts_of_call(
         "class": class_name(module),
         "state_sha256": state_sha256(module),
         "code_sha256": code_and_attributes_sha256(module),
+        "by_position": by_position,
         "call": {"arguments": arguments, "rest": positional_parameters(module)[1]} if arguments else {},
         **({"not_finite": unfit} if (unfit := _not_finite(tensors)) else {}),
     }
@@ -157,7 +159,7 @@ def open_captured(path: Path) -> Found:
         raise BadSource(f"the module {path} is not in the cache of this user; give the module itself or a file")
     facts = facts_about(path)
     kept = torch.load(path.parent / _EXAMPLE, weights_only=True)
-    module = callable_as(_read(path), facts["call"].get("arguments", {})).eval()
+    module = callable_as(_read(path), facts["call"].get("arguments", {}), facts["by_position"]).eval()
     if kept["outputs"]:
         outputs = _run(module, kept["inputs"], path.stem)
         # Models that draw random numbers are refused later, so they raise no error here.
@@ -263,7 +265,7 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
     """Returns the outputs of one forward pass by name."""
     try:
         with torch.no_grad(), checked_bags(module):
-            result = module(**tensors) if not hasattr(module, "templates") else module(*tensors.values())
+            result = NamedModule(module, list(tensors)).call(*tensors.values())
     except AccelError:  # the error message already names the fix
         raise
     except Exception as error:  # a model may raise any type of error

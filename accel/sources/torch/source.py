@@ -130,8 +130,8 @@ def open_torch(
     about = about_decoder(found.module, not _of_folder(found)) if isinstance(found.module, CachedDecoder) else None
     pair = about_pair(found.module.parts) if isinstance(found.module, EncoderPart | DecoderPart) else None
     facts: list[Any] = [about] if about else [[part, pair]] if pair else []
-    # The example's constants are part of the graph.
-    facts += [found.module.templates] if isinstance(found.module, Called) else []
+    # The example's constants are part of the graph. A hook may compute with the arguments by position alone.
+    facts += [found.module.templates, found.module.positional] if isinstance(found.module, Called) else []
     sha256 = text_sha256("\n".join([state, code, *map(canonical_json, facts), *(f["sha256"] for f in files)]))
     _opened[sha256] = found.module
     kept_outputs.rename(runs.name, sha256, [spec.name for spec in outputs.specs])
