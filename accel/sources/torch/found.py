@@ -12,6 +12,7 @@ import torch
 from accel.signature import DimRange, Signature, TensorSpec
 
 from ..checkpoints.checkpoint import Checkpoint
+from ..structure import Template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,8 @@ class Found:
     ``checkpoint`` holds the weights that were loaded into the module. ``forms`` lists possible signatures of the
     module. Running the module shows which signature is right. ``example`` holds example declarations of the module's
     inputs, and ``tensors`` holds example tensors by name. ``name`` is the name of a live module in messages. ``live``
-    holds the facts that the manifest records about a live module.
+    holds the facts that the manifest records about a live module. ``arguments`` maps the parameters of ``forward`` to
+    the structure of their arguments, if the file of the model tells it.
     """
 
     module: torch.nn.Module
@@ -37,3 +39,4 @@ class Found:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     name: str = ""
     live: Mapping[str, Any] | None = None
+    arguments: Mapping[str, Template] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import zipfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from accel.spelling import option
 
 from ..checkpoints.unpickle import read_torch, refuse_bomb
 from ..nearby import or_nearby
-from .call import flatten
+from .arguments import Arguments, Called, Wrapper, arguments_of_example
 from .found import Found
 
 # For a dim without a declared limit, torch writes a limit of at least _ANY_SIZE. A limit below _ANY_SIZE was declared
@@ -39,12 +40,16 @@ def open_exported_program(path: Path) -> Found:
             f"the file {path} is no exported program ({_reason(error)}); write it with torch.export.save"
         ) from error
     args, kwargs = program.example_inputs or ((), {})
+    called = _Program(program.module())
+    arguments, tensors, by_position = arguments_of_example(called, Arguments(args, kwargs))
+    module = Called(called, arguments, list(tensors), by_position)
     placeholders = [
-        n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
+        node
+        for node in program.graph.nodes
+        if node.op == "placeholder"
+        and node.name in program.graph_signature.user_inputs
+        and isinstance(node.meta["val"], torch.Tensor)
     ]
-    names = [node.name for node in placeholders[: len(placeholders) - len(kwargs)]] + list(kwargs)
-    tensors = dict(zip(names, [*flatten(args).values(), *kwargs.values()], strict=False))
-    module = _Program(program.module(), tuple(kwargs))
     bounds = {str(symbol): interval for symbol, interval in program.range_constraints.items()}
     specs: list[TensorSpec] = []
     dims: dict[str, tuple[str, DimRange]] = {}
@@ -76,6 +81,7 @@ def open_exported_program(path: Path) -> Found:
         inputs=tuple(specs),
         dims={d: r for d, (_, r) in dims.items()},
         tensors=tensors,
+        arguments=arguments,
     )
 
 
@@ -89,18 +95,18 @@ def _multiple_of(expression: Any) -> tuple[int, str]:
     return 1, str(expression)
 
 
-class _Program(torch.nn.Module):
-    """Wraps an exported program as a module that takes all tensors by position. The program stays in the mode (training
-    or evaluation) of its export."""
+class _Program(Wrapper):
+    """Wraps an exported program. The program stays in the mode (training or evaluation) of its export."""
 
-    def __init__(self, module: torch.nn.Module, keywords: tuple[str, ...]) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.program = module
-        self.keywords = keywords
 
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        split = len(tensors) - len(self.keywords)
-        return self.program(*tensors[:split], **dict(zip(self.keywords, tensors[split:], strict=True)))
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.program.forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.program(*args, **kwargs)
 
     def train(self, mode: bool = True) -> _Program:  # noqa: ARG002 - the program's graph refuses eval() and train()
         return self

@@ -200,6 +200,8 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
 
 def _arguments(found: Found, specs: Sequence[TensorSpec]) -> dict[str, Template]:
     """Maps each parameter of ``forward`` to the structure of its argument (see ``accel.sources.structure``)."""
+    if found.arguments:
+        return dict(found.arguments)
     if len(specs) == 1:
         return {(forward_parameters(found.module) or [specs[0].name])[0]: {"tensor": specs[0].name}}
     named = [spec.name for spec in specs]
