@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,12 @@ def is_array(value: Any) -> bool:
 
 
 def describe(
-    value: Any, name: str = "", *, strict: bool = False, names: Mapping[str, str] | None = None
+    value: Any,
+    name: str = "",
+    *,
+    strict: bool = False,
+    names: Mapping[str, str] | None = None,
+    taken: set[str] | None = None,
 ) -> tuple[Template, dict[str, Any]]:
     """Returns the template of ``value``, and the tensors in ``value`` by name.
 
@@ -40,10 +46,16 @@ def describe(
     result is called ``output``, and the tensors in a tuple or a list are called ``output_0``, ``output_1``... If
     ``name`` is given, ``name`` replaces ``output``, and tensors named after keys or fields are called ``<name>_<key>``.
     An object that has no template becomes None, or raises ``BadFeeds`` if ``strict`` is set. ``names`` maps the names
-    of tensors to new names.
+    of tensors to new names. ``taken`` holds the names of earlier tensors, and gets the names of these tensors. A tensor
+    whose name is taken, as in ``{"a_b": x, "a": {"b": y}}``, gets a number behind its name.
     """
+    taken = set() if taken is None else taken
     if is_array(value):
         name = name or "output"
+        name = next(
+            one for one in itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2))) if one not in taken
+        )
+        taken.add(name)
         name = (names or {}).get(name, name)
         return {"tensor": name}, {name: value}
     if isinstance(value, PLAIN):
@@ -62,7 +74,7 @@ def describe(
     single = sequence and sum(item is not None for _, item in items) == 1
     for key, item in items:
         prefix = f"{name}_{key}" if name else f"output_{key}" if sequence else str(key)
-        template, tensors = describe(item, name if single else prefix, strict=strict, names=names)
+        template, tensors = describe(item, name if single else prefix, strict=strict, names=names, taken=taken)
         inner.append((key, template))
         found |= tensors
     if sequence:

@@ -202,10 +202,11 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
     given = arguments_of(positional, args, kwargs, rest)
     templates: dict[str, Template] = {}
     tensors: dict[str, Any] = {}
+    taken: set[str] = set()
     for name, value in given.items():
         single = len(given) == 1 and isinstance(value, Mapping)  # its keys are names enough
         try:
-            templates[name], found = describe(value, "" if single else name, strict=True)
+            templates[name], found = describe(value, "" if single else name, strict=True, taken=taken)
         except BadFeeds as error:
             raise BadInputSpec(f"the example can't be recorded: {error}") from error
         tensors |= found

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import accel
 from accel.errors import BadFeeds
 from accel.sources.structure import arguments_of, describe, fill, tensors_in
 
@@ -107,3 +109,26 @@ def test_arguments_by_position_and_name() -> None:
         arguments_of(["a"], (1,), {"a": 2})
     with pytest.raises(BadFeeds, match="2 arguments are given"):
         arguments_of(["a"], (1, 2), {})
+
+
+KEYS = st.sampled_from(["a", "b", "a_b", "output", "0", "a_2"])
+ARRAYS = st.integers(0, 99).map(lambda number: np.full(1, number))
+
+
+@given(st.recursive(ARRAYS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3)))
+def test_no_two_tensors_get_one_name(value: Any) -> None:
+    """Fails if a tensor replaces another one because their names are the same, as in ``{"a_b": x, "a": {"b": y}}``."""
+    template, tensors = describe(value)
+    assert fill(template, tensors) == value
+    assert tensors_in({"value": template}, {"value": value}) == tensors
+
+
+def test_a_module_with_names_that_meet() -> None:
+    """Fails if an argument or an output of a module is lost because another one has the same name."""
+
+    def both(a: dict[str, torch.Tensor], a_x: torch.Tensor) -> dict[str, Any]:
+        return {"less_one": a["x"] - 2 * a_x, "less": {"one": a_x}}
+
+    one, other = torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)
+    with accel.load(both, example=({"x": one}, other)) as session:
+        torch.testing.assert_close(session({"x": one}, other), {"less_one": one - 2 * other, "less": {"one": other}})
