@@ -214,8 +214,19 @@ class Artifact:
     def conditions(self) -> tuple[Condition, ...]:
         """Returns the conditions on sizes under which the graph equals its source. The gates ran the graph at sizes in
         the ranges of its dims, so the conditions matter for other sizes."""
-        notes = (record.get("notes", {}) for record in self.history)
-        return tuple(Condition.parse(text) for one in notes for text in one.get("conditions", ()))
+        return tuple(
+            Condition.parse(text, one.get("faults", {}).get(text, ""))
+            for one in (record.get("notes", {}) for record in self.history)
+            for text in one.get("conditions", ())
+        )
+
+    @property
+    def not_empty(self) -> dict[str, str]:
+        """Returns the dims that can't have the size 0, each with the reason, such as "the source fails (...)"."""
+        found = {dim: f"the source fails ({reason})" for dim, reason in self.source.get("not_empty", {}).items()}
+        for record in self.history:
+            found |= record.get("notes", {}).get("not_empty", {})
+        return found
 
     @property
     def integer_ranges(self) -> IntegerRanges:

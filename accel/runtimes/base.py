@@ -158,14 +158,18 @@ class BaseSession(ABC):
         self.check_open()
         sizes = self.signature.check_feeds(feeds)
         if 0 in sizes.values():
-            refused: Mapping[str, str] = self.artifact.source.get("not_empty", {})
-            for dim, reason in refused.items():
+            for dim, reason in self.artifact.not_empty.items():
                 if sizes.get(dim) == 0:
-                    raise BadFeeds(f"the dim {dim!r} has size 0, at which the source fails ({reason}); give 1 or more")
+                    raise BadFeeds(f"the dim {dim!r} has size 0, at which {reason}; give 1 or more")
         beyond = self._conditions and not all(self.signature.dims[dim].holds(size) for dim, size in sizes.items())
         if beyond and (condition := broken(self._conditions, sizes)):
             fitting = {dim: f"{sizes[dim]}:{sizes[dim]}:{sizes[dim]}" for dim in sorted(condition.dims)}
             where = ", ".join(f"{dim}={sizes[dim]}" for dim in fitting)
+            if condition.fault:
+                raise BadFeeds(
+                    f"{where} is beyond {condition.text}, for which this file holds, and beyond it the source itself "
+                    f"fails ({condition.fault}); give sizes for which this holds"
+                )
             raise BadFeeds(
                 f"at {where} the source does something else than this file, which holds for {condition.text}; give "
                 f"other sizes, or export the source with {option('dims', fitting)}"

@@ -27,18 +27,22 @@ _FUNCTIONS = {"min": min, "max": max}
 _LONGEST = 2000
 # The most sizes of a dim among which a size is searched that breaks a condition.
 _SEARCHED = 4096
+# No condition is searched beyond this size.
+_LARGEST = 1 << 24
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on sizes, with the names of its dims and its compiled code."""
+    """A condition on sizes, with the names of its dims and its compiled code. ``fault`` is the error of the source at
+    sizes that break the condition, with these sizes, or "" if the source runs there, or if this is unknown."""
 
     text: str
     dims: frozenset[str]
     code: CodeType
+    fault: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Condition:
+    def parse(cls, text: str, fault: str = "") -> Condition:
         """Reads a condition from a manifest. Raises ``InvalidModel`` if ``text`` has anything but comparisons and
         integer arithmetic."""
         try:
@@ -56,7 +60,7 @@ class Condition:
             raise InvalidModel(
                 f"the condition {text[:80]!r} in the manifest isn't one on sizes; export the model again"
             )
-        return cls(text, frozenset(names - set(_FUNCTIONS)), compile(tree, "condition", "eval"))
+        return cls(text, frozenset(names - set(_FUNCTIONS)), compile(tree, "condition", "eval"), fault)
 
     @classmethod
     def allows(cls, text: str) -> bool:
@@ -85,6 +89,78 @@ def breaking_sizes(condition: Condition, signature: Signature) -> dict[str, int]
     """Returns sizes in the ranges of ``signature`` at which ``condition`` doesn't hold, or None if no such sizes were
     found. Changes one dim of the usual sizes, or takes the ends of all ranges."""
     return next((sizes for sizes in _searched(condition, signature) if not condition.holds(sizes)), None)
+
+
+def sizes_beyond(condition: Condition, signature: Signature) -> dict[str, int] | None:
+    """Returns sizes outside the ranges of ``signature`` at which ``condition`` doesn't hold, or None if no such sizes
+    were found. The other dims have their usual sizes.
+
+    A source that leaves out the last of 513 entries may give nearly the same numbers as for 512, so larger sizes are at
+    least 1.5 times beyond the end of the condition if there is an end.
+    """
+    usual = signature.sizes()
+    dims = sorted(condition.dims & set(signature.dims))
+    for group in (*((dim,) for dim in dims), *([tuple(dims)] if len(dims) > 1 else [])):
+        for larger in (True, False):
+            first: dict[str, int] | None = None
+            for sizes in _scaled(signature, group, larger=larger):
+                if condition.holds({**usual, **sizes}):
+                    if first:
+                        break
+                elif first or not larger:
+                    return {**usual, **sizes}
+                else:
+                    first = sizes
+            if first:
+                return {**usual, **first}
+    for dim in dims:
+        step = signature.dims[dim].step
+        for size in range(step, step * _SEARCHED, step):
+            if not condition.holds({**usual, dim: size}):
+                return {**usual, dim: size}
+    return None
+
+
+def _scaled(signature: Signature, dims: Sequence[str], *, larger: bool) -> Iterator[dict[str, int]]:
+    """Yields sizes of ``dims`` that are more and more beyond the ends of their ranges."""
+    sizes = {dim: signature.dims[dim].max if larger else signature.dims[dim].min for dim in dims}
+    while True:
+        ranges = {dim: signature.dims[dim] for dim in dims}
+        before = sizes
+        sizes = {
+            dim: ranges[dim].up(-(-size * 3 // 2)) if larger else min(ranges[dim].down(size * 2 // 3), size)
+            for dim, size in sizes.items()
+        }
+        if sizes == before or max(sizes.values()) > _LARGEST:
+            return
+        yield sizes
+
+
+def without_implied(conditions: Sequence[Condition], signature: Signature) -> list[Condition]:
+    """Leaves out each condition that only fails at sizes at which one of the other ``conditions`` fails too. Looks at
+    the sizes that ``breaking_sizes`` and ``sizes_beyond`` look at."""
+    left = list(conditions)
+    for one in sorted(conditions, key=lambda condition: -len(condition.text)):
+        others = [other for other in left if other is not one]
+        if others and all(broken(others, sizes) for sizes in _every_break(one, signature)):
+            left = others
+    return left
+
+
+def _every_break(condition: Condition, signature: Signature) -> Iterator[dict[str, int]]:
+    usual = signature.sizes()
+    dims = sorted(condition.dims & set(signature.dims))
+    found = [sizes for sizes in _searched(condition, signature) if not condition.holds(sizes)]
+    for group in (*((dim,) for dim in dims), tuple(dims)):
+        for larger in (True, False):
+            every = ({**usual, **sizes} for sizes in _scaled(signature, group, larger=larger))
+            found += [sizes for sizes in every if not condition.holds(sizes)]
+    for dim in dims:
+        step = signature.dims[dim].step
+        every = ({**usual, dim: size} for size in range(step, step * _SEARCHED, step))
+        found += [sizes for sizes in every if not condition.holds(sizes)]
+    # Nothing is known about a condition that was never broken.
+    yield from found or [usual]
 
 
 def ranges_held(conditions: Sequence[Condition], signature: Signature) -> dict[str, DimRange]:

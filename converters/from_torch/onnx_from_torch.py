@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.errors import AccelError, BadInputSpec, ExportFailed, GateFailed, RunFailed, no_space, one_line
+from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
 from accel.progress import report
-from accel.proof.gates import OutputGate, case_name, worst_result
+from accel.proof.gates import OutputGate, worst_result
 from accel.signature import Signature
-from accel.signature.conditions import Condition, breaking_sizes, ranges_held
 from accel.sources.onnx.file import describe, external_files, read_without_weights
 from accel.sources.output_specs import farthest
 from accel.sources.torch.probe.random_draws import lines_with
@@ -29,14 +28,13 @@ from accel.tables.stage_table import get_stage
 from ..graph.write import check_file
 from .advice import own_fault
 from .exporters import NoComplexRule, dynamo, example, legacy, named
+from .held_sizes import OtherWay, held_sizes
 from .python_numbers import Place, during_export, places
 from .traced_branches import value_branches
 
 # The number of inputs on which each exporter's file is compared with PyTorch. The older exporter records only the
 # branch that the example took, so its file is compared on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
-# The most sizes that break a condition at which a file is run.
-_RUN = 4
 # The largest number of source lines that an error message lists.
 _SHOWN = 3
 
@@ -65,15 +63,6 @@ class OutputsOff(ExportFailed):
         self.results = tuple(results)
 
 
-class OtherBranch(OutputsOff):
-    """Raised if the model does something else at sizes in the ranges of its dims than an exporter's graph. ``advice``
-    names ranges in which both do the same, or is ""."""
-
-    def __init__(self, message: str, results: Sequence[GateResult], advice: str) -> None:
-        super().__init__(message, results)
-        self.advice = advice
-
-
 class OpsetNotGiven(ExportFailed):
     """Raised if the opset of an exporter's file differs from the requested opset."""
 
@@ -87,8 +76,8 @@ def onnx_from_torch(
     agree with eager PyTorch at every combination of dim sizes in ``src.signature.cases()``. ``proof`` has the gates
     that check the signature and the outputs of the file. If ``proof`` has no gate for outputs, the largest allowed
     error is the default for the precision of ``src``. The notes name the chosen exporter, tell why each earlier
-    exporter was refused, and have the ``conditions`` on sizes under which the graph equals the model. With ``advise``,
-    a failed export is tried with fewer dynamic dims, for the error message.
+    exporter was refused, and tell at which sizes the graph equals the model (see ``held_sizes``). With ``advise``, a
+    failed export is tried with fewer dynamic dims, for the error message.
 
     Raises ``ExportFailed`` if no exporter succeeds, with the reason for each failure. Raises ``BadInputSpec`` if
     PyTorch can't run the model at the smallest or largest declared size of a dim, or if no graph equals the model at
@@ -115,12 +104,12 @@ def onnx_from_torch(
                 if read := _read(src, branches):
                     raise ExportFailed(f"the file has constants for the values that Python reads at {_where(read)}")
             made = _verified(src, config, out, SEEDS[rung], proof)
-            matter = _that_matter(conditions, src, made, _output_gate(src, proof))
+            held = held_sizes(conditions, src, made, _output_gate(src, proof))
         except AccelError as error:
             refused[rung] = str(error)
             no_rule = str(error) if isinstance(error, NoComplexRule) else no_rule
-            beyond = f"{error}; {error.advice}" if isinstance(error, OtherBranch) and error.advice else beyond
-            off.append(error.results if isinstance(error, OutputsOff) else ())
+            beyond = f"{error}; {error.advice}" if isinstance(error, OtherWay) and error.advice else beyond
+            off.append(error.results if isinstance(error, OutputsOff | OtherWay) else ())
         except Exception as error:  # exporters may raise anything
             if full := no_space(error):
                 raise full from error
@@ -130,8 +119,7 @@ def onnx_from_torch(
             if found := _NO_OPERATOR.search(str(error)):
                 missing[rung] = (found[1] or found[2] or found[3]).replace(".", "::", 1)
         else:
-            notes = {"rung": rung, "refused": refused, **({"conditions": matter} if matter else {})}
-            return replace(made, notes={**notes, **made.notes})
+            return replace(made, notes={"rung": rung, "refused": refused, **held, **made.notes})
         _remove(out)
     spec = _name(src)
     if no_rule:
@@ -356,62 +344,6 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
             failed,
         )
     return replace(made, notes={"worst_rel_l2": worst.value if worst else None})
-
-
-def _that_matter(conditions: Sequence[str], src: Artifact, made: Artifact, gate: OutputGate) -> list[str]:
-    """Returns the conditions on sizes that hold the file back at sizes beyond the ranges of the dims.
-
-    If sizes in the ranges break a condition, the file is run there, because torch.export also records conditions that
-    change nothing. Raises ``OtherBranch`` if the file's outputs are off there.
-    """
-    kept = []
-    nothing: dict[str, bool] = {}  # for sizes at which the file ran, whether the broken conditions change nothing
-    parsed = [Condition.parse(text) for text in conditions]
-    for condition in parsed:
-        sizes = breaking_sizes(condition, src.signature)
-        case = case_name(sizes) if sizes is not None else ""
-        if sizes is not None and case not in nothing and len(nothing) < _RUN:
-            try:
-                nothing[case] = _same_at(gate, src, made, sizes)
-            except OutputsOff as error:
-                raise OtherBranch(
-                    f"at {case} the model does something else than its graph, which holds for {condition.text} "
-                    f"({error})",
-                    error.results,
-                    _narrower(parsed, src, made, gate),
-                ) from error
-        if not nothing.get(case, False):
-            kept.append(condition.text)
-    return kept
-
-
-def _same_at(gate: OutputGate, src: Artifact, made: Artifact, sizes: Mapping[str, int]) -> bool:
-    """Tells whether ``made`` gives the outputs of ``src`` at ``sizes``. Returns False if PyTorch can't run ``src``
-    there. Raises ``OutputsOff`` if the outputs differ, or if only ``made`` can't run."""
-    try:
-        off = [one for one in gate.check_at(src, made, sizes) if one.passed is False]
-    except RunFailed:
-        return False
-    except GateFailed as error:
-        raise OutputsOff(one_line(error), ()) from error
-    if off:
-        raise OutputsOff(f"an error of {off[0].value:.2g}", off)
-    return True
-
-
-def _narrower(conditions: Sequence[Condition], src: Artifact, made: Artifact, gate: OutputGate) -> str:
-    """Returns the advice to narrow the ranges of dims so that ``conditions`` hold, or "" if the file is wrong then
-    too."""
-    held = ranges_held(conditions, src.signature)
-    narrow = src.signature.with_dims(held)
-    try:
-        results = OutputGate(limit=gate.limit, seeds=1).check(
-            replace(src, signature=narrow), replace(made, signature=narrow)
-        )
-    except AccelError:
-        return ""
-    right = held and all(one.passed is not False for one in results)
-    return f"give {option('dims', {dim: str(bounds) for dim, bounds in held.items()})}" if right else ""
 
 
 def _output_gate(src: Artifact, proof: Proof) -> OutputGate:

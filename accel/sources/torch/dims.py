@@ -29,7 +29,7 @@ def export_dim(name: str, bounds: DimRange, *, open_end: bool = False) -> torch.
 def conditions_on_sizes(program: torch.export.ExportedProgram, signature: Signature) -> list[str]:
     """Returns the conditions on sizes under which ``program`` equals its source (see ``accel.signature.conditions``),
     as torch.export recorded them. ``signature`` has the program's inputs in their order. Leaves out conditions that
-    need more than integer arithmetic."""
+    hold at all sizes, and conditions that need more than integer arithmetic."""
     import sympy
     from torch.utils._sympy.functions import FloorDiv
     from torch.utils._sympy.printers import PythonPrinter
@@ -44,7 +44,9 @@ def conditions_on_sizes(program: torch.export.ExportedProgram, signature: Signat
             if isinstance(dim, str) and dim.isidentifier() and dim in signature.dims and not isinstance(size, int):
                 environment = size.node.shape_env
                 step, symbol = size.node.expr.as_coeff_Mul()
-                named = sympy.Symbol(dim, integer=True)
+                # With this assumption, sympy finds out which conditions always hold.
+                signs = {"positive": True} if signature.dims[dim].min else {"nonnegative": True}
+                named = sympy.Symbol(dim, integer=True, **signs)
                 dims.setdefault(symbol, named if step == 1 else FloorDiv(named, step))
     if environment is None:
         return []
@@ -56,7 +58,8 @@ def conditions_on_sizes(program: torch.export.ExportedProgram, signature: Signat
             recorded += [symbol <= ends.upper] if ends.upper < _ANY_SIZE else []
     # A condition on a size that depends on values has a symbol that is no dim of an input.
     known = [one for one in recorded if one.free_symbols and one.free_symbols <= set(dims) and not _of_tracing(one)]
-    texts = dict.fromkeys(PythonPrinter().doprint(_plain(one).xreplace(dims)) for one in known)
+    plain = [found for one in known if (found := _plain(one).xreplace(dims)) is not sympy.true]
+    texts = dict.fromkeys(PythonPrinter().doprint(one) for one in plain)
     return [text for text in texts if Condition.allows(text)]
 
 

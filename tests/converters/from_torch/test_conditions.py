@@ -109,7 +109,10 @@ def test_a_slice_of_a_table(tmp_path: Path) -> None:
     """Fails if a session takes more places than a table has, or if the condition is hard to read."""
     made = accel.export(Table(), example=(torch.randn(2, 16),), dynamic=N, out=tmp_path / "m.onnx")
     assert [condition.text for condition in made.conditions] == ["n <= 80"]
-    with accel.load(made) as session, pytest.raises(BadFeeds, match="which holds for n <= 80"):
+    with (
+        accel.load(made) as session,
+        pytest.raises(BadFeeds, match=r"n=81 is beyond n <= 80, .* the source itself fails"),
+    ):
         session(torch.randn(2, 81))
 
 
@@ -119,6 +122,72 @@ def test_a_condition_that_changes_nothing_is_dropped(tmp_path: Path) -> None:
     with accel.load(made) as session:
         x = torch.randn(3, 500)
         torch.testing.assert_close(session(x), 2 * x)
+
+
+class NoMatterBeyond(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] < 16 and (x.shape[0] * x.shape[1]) % 3 != 1:
+            return x + 1
+        return 1 + x
+
+
+def test_a_condition_beyond_the_ranges_that_changes_nothing_is_dropped(tmp_path: Path) -> None:
+    """Fails if a file is held back beyond the ranges of its dims, although it was right at a size there."""
+    made = accel.export(NoMatterBeyond(), example=(torch.randn(2, 16),), dynamic=N, out=tmp_path / "m.onnx")
+    assert not made.conditions
+    with accel.load(made) as session:
+        x = torch.randn(20, 9)
+        torch.testing.assert_close(session(x), 1 + x)
+
+
+class Frames(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x[:, None].unfold(2, 10, 5)
+        return y[:, :, 1:].mean((1, 2)) if y.shape[2] > 1 else y.mean((1, 2))
+
+
+def test_an_implied_condition_is_left_out(tmp_path: Path) -> None:
+    """Fails if the user has to read conditions that another condition implies, or that contradict it."""
+    made = accel.export(
+        Frames(), example=(torch.randn(2, 60),), dynamic=N, dims={"n": (40, 60, 80)}, out=tmp_path / "m.onnx"
+    )
+    assert len(made.conditions) == 1, made.conditions
+    with accel.load(made) as session, pytest.raises(BadFeeds):
+        session(torch.randn(2, 13))
+
+
+def test_a_guard_of_an_exported_program(tmp_path: Path) -> None:
+    """Fails if a session advises to export a program for sizes that the program itself refuses."""
+    dims = {"x": {0: torch.export.Dim("batch", max=64)}}
+    program = torch.export.export(NoMatter(), (torch.randn(3, 4),), dynamic_shapes=dims)
+    made = accel.export(program, out=tmp_path / "m.onnx")
+    with accel.load(made) as session, pytest.raises(BadFeeds, match=r"batch=65 .* the source itself fails") as raised:
+        session(torch.randn(65, 4))
+    assert "dims" not in str(raised.value)
+
+
+EMPTY = {
+    "a mean": lambda x: x.mean(1),
+    "a variance": lambda x: (x - x.mean(1, keepdim=True)).square().mean(1),
+    "a mean of all": lambda x: x.sum(1) + x.mean(),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_dim_with_other_numbers_is_refused(name: str, tmp_path: Path) -> None:
+    """Fails if a session gives 0 for the mean of nothing, which is NaN in PyTorch."""
+    made = accel.export(EMPTY[name], example=(torch.randn(2, 4),), dynamic=N, out=tmp_path / "m.onnx")
+    with accel.load(made) as session:
+        with pytest.raises(BadFeeds, match="gives other numbers than the source; give 1 or more"):
+            session(torch.randn(2, 0))
+        assert session(torch.randn(2, 1)).shape == EMPTY[name](torch.randn(2, 1)).shape
+
+
+def test_an_empty_dim_with_the_same_numbers_is_taken(tmp_path: Path) -> None:
+    """Fails if an empty dim is refused although the file gives PyTorch's numbers."""
+    made = accel.export(lambda x: x.sum(1), example=(torch.randn(2, 4),), dynamic=N, out=tmp_path / "m.onnx")
+    with accel.load(made) as session:
+        assert session(torch.randn(2, 0)).tolist() == [0.0, 0.0]
 
 
 def test_the_command_line_says_so(cli: Any, tmp_path: Path) -> None:
