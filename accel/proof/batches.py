@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.errors import BadData
+from accel.errors import BadData, one_line
 from accel.progress import report
 from accel.sources.structure import describe, is_array
 from accel.spelling import option
@@ -88,10 +88,15 @@ def _named(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def _array(value: Any, name: str) -> np.ndarray:
-    if hasattr(value, "detach"):  # a tensor of PyTorch
-        value = value.detach().cpu()
-        value = value.float() if str(value.dtype) == "torch.bfloat16" else value
-    array = np.asarray(value)
+    try:
+        if hasattr(value, "detach"):  # a tensor of PyTorch
+            value = value.detach().cpu()
+            value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a sparse tensor, a tensor without values, a ragged list
+        raise BadData(
+            f"the array {name!r} of a batch can't be read ({one_line(error, 120)}); give an array, or a dense tensor"
+        ) from error
     if array.dtype.kind in "OUS":
         raise BadData(f"the array {name!r} of a batch holds no numbers; give an array or a tensor of numbers")
     return array if array.ndim else array[None]

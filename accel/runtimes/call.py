@@ -28,7 +28,7 @@ def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     returned as a dict. Raises ``BadFeeds`` if the arguments don't fit.
     """
     tensors = tensors_given(session.artifact, args, kwargs)
-    outputs = session.run({name: as_array(value) for name, value in tensors.items()})
+    outputs = session.run({name: _argument(name, value) for name, value in tensors.items()})
     like = next(iter(tensors.values()))
     made = {name: _like(value, like) for name, value in outputs.items()}
     result = (session.artifact.source.get("call") or {}).get("result")
@@ -77,6 +77,13 @@ def _names(template: Any) -> list[str]:
             return [template["tensor"]]
         return [name for inner in template.values() for name in _names(inner)]
     return [name for inner in template for name in _names(inner)] if isinstance(template, list) else []
+
+
+def _argument(name: str, value: Any) -> np.ndarray:
+    try:
+        return as_array(value)
+    except BadFeeds as error:
+        raise BadFeeds(f"the argument {name} can't be read: {error}") from error
 
 
 def as_array(value: Any) -> np.ndarray:

@@ -29,7 +29,9 @@ PLAIN = (bool, int, float, str, type(None))
 
 def is_array(value: Any) -> bool:
     """Tells whether ``value`` is a tensor of PyTorch or TensorFlow, or a numpy array."""
-    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
+    if isinstance(value, type) or not hasattr(value, "dtype"):
+        return False
+    return getattr(value, "is_nested", False) is True or hasattr(value, "shape")  # a nested tensor has no shape
 
 
 def describe(

@@ -35,7 +35,11 @@ class Function(Wrapper):
             self.owner = owner
 
     def signature(self) -> inspect.Signature:
-        return inspect.signature(self.function)
+        try:
+            return inspect.signature(self.function)
+        except ValueError:  # functions in C, such as torch.sin, tell no signature
+            kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            return inspect.Signature(list(map(inspect.Parameter, ("inputs", "named"), kinds)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel import kept_outputs
-from accel.errors import BadInputSpec, BadSource, one_line
+from accel.errors import BadFeeds, BadInputSpec, BadSource, one_line
 from accel.kept_outputs import Run
 from accel.signature import Feeds, Signature, TensorSpec, shapes_of
 from accel.sources.structure import Template, constants_in, describe
@@ -28,6 +28,7 @@ from .probe.checked_bags import checked_bags
 from .probe.fitting_inputs import axes_of_one_size, fitting_inputs
 from .probe.integer_bounds import smaller_tables
 from .probe.random_draws import random_draws
+from .probe.readable import unreadable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,14 +60,18 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
 
 
 def to_array(value: torch.Tensor) -> np.ndarray:
-    """Returns the tensor as a NumPy array. A bfloat16 tensor becomes an array with the bfloat16 dtype of ml_dtypes."""
+    """Returns the tensor as a NumPy array. A bfloat16 tensor becomes an array with the bfloat16 dtype of ml_dtypes.
+    Raises ``BadFeeds`` for a tensor without values, and for a tensor that isn't dense."""
     import ml_dtypes
 
-    value = value.detach().cpu().contiguous()
-    if value.dtype == torch.bfloat16:
-        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    array: np.ndarray = value.numpy()
-    return array
+    try:
+        dense = value.detach().cpu().contiguous()
+        bits: np.ndarray = (dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy()
+    except RuntimeError as error:
+        if why := unreadable(value):
+            raise BadFeeds(why) from error
+        raise
+    return bits.view(ml_dtypes.bfloat16) if dense.dtype == torch.bfloat16 else bits
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -241,6 +246,8 @@ def discover_outputs(
         inputs.append(feeds)
         try:
             runs.append(run(feeds))
+        except BadFeeds as error:
+            raise BadSource(f"an output of the model {where} can't be read: {error}") from error
         except Exception as error:
             shapes = shapes_of(feeds)
             reason = one_line(error, 200)

@@ -43,6 +43,7 @@ from .fingerprint import code_and_attributes_sha256, script_bytes, state_sha256,
 from .found import Found
 from .probe.changed_state import changes_words
 from .probe.checked_bags import checked_bags
+from .probe.readable import check_values, unreadable
 
 SUFFIX = ".module"
 _EXAMPLE = "example.pt"
@@ -107,11 +108,15 @@ def facts_of_call(
     """Returns the templates of the example's arguments, the tensors in the arguments by name, and the facts that a
     manifest records about the module and the call.
 
-    Raises ``BadInputSpec`` if the example doesn't fit the module.
+    Raises ``BadInputSpec`` if the example doesn't fit the module, and ``BadSource`` if a weight has no values.
     """
     arguments, inputs, by_position = arguments_of_example(module, example)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and (why := unreadable(value)):
+            raise BadInputSpec(f"the example's {name} can't be read: {why}")
     tensors = {name: _on_cpu(value) for name, value in inputs.items()}
     _check_rows(tensors)
+    check_values(module, class_name(module))
     facts: dict[str, Any] = {
         "note": "",
         "class": class_name(module),
@@ -272,7 +277,11 @@ def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, tor
         reason = f"the model {where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
         fix = _dtype_fix(module, tensors) or f"correct the model, or give other arguments with {option('example')}"
         raise BadSource(f"{reason}; {fix}") from error
-    return {name: one.detach() for name, one in flatten(result).items()}
+    found = flatten(result)
+    for name, one in found.items():
+        if why := unreadable(one):
+            raise BadSource(f"the output {name!r} of the model {where} can't be read: {why}")
+    return {name: one.detach() for name, one in found.items()}
 
 
 def _dtype_fix(module: torch.nn.Module, tensors: Tensors) -> str:
@@ -289,7 +298,7 @@ def _dtype_fix(module: torch.nn.Module, tensors: Tensors) -> str:
 def _write(module: torch.nn.Module, path: Path) -> None:
     """Pickles ``module``. Raises ``BadSource`` with the name of the part that can't be pickled."""
     if any(parametrize.is_parametrized(part) for part in module.modules()):  # torch can't pickle parametrizations
-        module = copy.deepcopy(module)
+        module = copy.deepcopy(module, _results_in(module))
         for part in module.modules():
             if parametrize.is_parametrized(part):  # the original has the same class, so the copy gets its own class
                 own = type(part)
@@ -311,6 +320,13 @@ def _write(module: torch.nn.Module, path: Path) -> None:
                 "remove this part from the module, or write a function that makes the module and give the function as "
                 "FILE.py:FUNCTION"
             ) from error
+
+
+def _results_in(module: torch.nn.Module) -> dict[int, Any]:
+    """Maps the ids of computed tensors in ``module`` to copies, because torch's deepcopy refuses such tensors. The old
+    weight_norm computes a weight before each call and keeps it as an attribute."""
+    values = [value for part in module.modules() for value in vars(part).values()]
+    return {id(one): one.detach().clone() for one in values if isinstance(one, torch.Tensor) and not one.is_leaf}
 
 
 def _read(path: Path) -> torch.nn.Module:

@@ -34,6 +34,7 @@ from .pretrained.encoder_decoder import ENCODER, DecoderPart, EncoderPart, about
 from .pretrained.folder import open_folder
 from .pretrained.transformers_inputs import that_runs
 from .probe.integer_bounds import bounds_words, columns_words, find_bounds, with_samples, with_table_ranges
+from .probe.readable import check_values
 from .probe.taken_sizes import guessed_within_reach, reach_words, refused_empty, shared_batch
 from .saved import open_exported_program, open_torchscript, weights_without_code
 from .train_folder import open_train_folder
@@ -71,6 +72,7 @@ def open_torch(
     inputs are unknown or wrong.
     """
     found, adapted = _adapted(find(spec, weights, weights_dtype), adapters)
+    check_values(found.module, found.name or spec)
     found = as_part(found, part) if part else as_decoder(found) if decoder else found
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})
