@@ -13,9 +13,10 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
-from accel.artifact import Artifact
+from accel.artifact import Artifact, combined_sha256
 from accel.errors import (
     BadFeeds,
+    BadSource,
     MissingExtra,
     RunFailed,
     SizeBeyond,
@@ -115,6 +116,7 @@ class BaseSession(ABC):
     # True if several threads may call ``run`` at the same time and concurrent calls raise the throughput.
     concurrent: ClassVar[bool] = False
     closed: bool = False
+    runtime: str | None = None  # the name of the runtime that opened the session
     # The form of the last feeds that were found right, because most feeds have the form of the last ones. Feeds of this
     # form need no other dtype, and have no empty dim.
     _form: list[tuple[str, Any, Any]] | None = None
@@ -242,6 +244,12 @@ class BaseSession(ABC):
             self._pool = ThreadPoolExecutor(self.streams, thread_name_prefix="accel-stream")
         return list(self._pool.map(self.run, requests))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets a session be pickled or copied. The copy opens the artifact's files again, so they have to stay."""
+        kind = KINDS.get(self.artifact.kind)
+        source = self.artifact.manifest is None and kind is not None and kind.framework
+        return opened_again, (self.artifact, "" if source else self.artifact.content_digest, self.runtime, self.options)
+
     @abstractmethod
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         """Returns the outputs for checked feeds."""
@@ -302,7 +310,9 @@ class Runtime:
         if not self.installed:
             raise MissingExtra(self.module, self.extra or "all-cpu")
         module, name = self.session.split(":")
-        return getattr(importlib.import_module(module), name)(artifact, options)  # type: ignore[no-any-return]
+        session: BaseSession = getattr(importlib.import_module(module), name)(artifact, options)
+        session.runtime = self.name
+        return session
 
 
 # The table ``accel.tables.kinds`` lists the artifact kinds that each runtime opens.
@@ -353,6 +363,15 @@ RUNTIMES = {
         ),
     )
 }
+
+
+def opened_again(artifact: Artifact, digest: str, runtime: str | None, options: SessionOptions) -> BaseSession:
+    """Opens the copy of a session. Raises ``BadSource`` unless the files still have ``digest``, if it isn't empty."""
+    there = all(path.is_file() for path in artifact.files)
+    if digest and not (there and combined_sha256(list(artifact.hashes().values())) == digest):
+        gone = "has changed" if there else "is gone"
+        raise BadSource(f"the file {artifact.path} of a copied session {gone}; keep it until the copy is open")
+    return open_session(artifact, runtime, options)
 
 
 def form_of(feeds: Feeds) -> list[tuple[str, Any, Any]] | None:

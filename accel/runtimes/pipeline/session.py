@@ -60,6 +60,10 @@ class PipelineSession(BaseSession):
                 stacklevel=3,
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"_function": self._function} if self._function else None
+        return (*super().__reduce__(), state)
+
     def check(self) -> None:
         """Raises ``BadSource`` if this machine doesn't have the pipeline's function."""
         assert self.module
