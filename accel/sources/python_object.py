@@ -34,11 +34,24 @@ def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
         where, name = spec, ""
     module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where, spec, role)
     if not name or not hasattr(module, name):
-        own = [n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == module.__name__]
+        called, has_arguments, _ = name.partition("(")
+        if has_arguments and hasattr(module, called):
+            alone = f"a function without arguments that returns {name}" if role == MODEL else "a function that calls it"
+            raise BadSource(
+                f"{spec} has arguments, but accel takes the name of a {role}; give {where}:{called}, or write {alone}, "
+                f"and give {where}:FUNCTION"
+            )
+        own = [n for n, f in vars(module).items() if callable(f) and _is_users(f, module)]
         problem = f"has no {name!r}" if name else f"needs the name of a {role}"
         names = ", ".join(own) or "none found"
         raise BadSource(f"{where} {problem}; write {where}:NAME, where NAME is one of these: {names}")
     return module, getattr(module, name)
+
+
+def _is_users(found: Any, module: ModuleType) -> bool:
+    """Tells whether an object of ``module`` is the user's own code, perhaps of another module of the user."""
+    home = getattr(found, "__module__", None)
+    return home == module.__name__ or (isinstance(home, str) and home in sys.modules and not is_installed(home))
 
 
 def _import_file(path: Path) -> ModuleType:
