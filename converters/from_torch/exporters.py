@@ -28,6 +28,7 @@ from ..graph.write import write_onnx
 from .experts import every_expert
 from .loops.as_scans import loops_as_scans
 from .operators.table import translation_table
+from .packed import with_packed_outputs
 from .plain_attention import plain_attention
 from .shortcuts.decompositions import few_decompositions
 from .shortcuts.rules_by_operator import rules_by_operator
@@ -268,7 +269,7 @@ def _finish_graph(src: Artifact, model: onnx.ModelProto, out: Path, outputs: Seq
     symbols. If the signature has a fixed size for an output dim, the file declares the same fixed size. The output gate
     later runs the file at several shapes.
     """
-    del model.graph.output[len(outputs) :]  # removes the outputs that _with_packed_outputs appended
+    del model.graph.output[len(outputs) :]  # removes the outputs that with_packed_outputs appended
     if any(node.domain == "accel" for node in model.graph.node):
         from accel.kernels.onnx.export import add_functions
 
@@ -315,7 +316,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> list[str]:
             # module.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
-            module = stack.enter_context(_with_packed_outputs(module, tensors))
+            module = stack.enter_context(with_packed_outputs(module, tensors))
         stack.enter_context(_lengths_of_tensors(module))
         stack.enter_context(_roots())
         exported = stack.enter_context(_apart(out))
@@ -331,43 +332,6 @@ def legacy(src: Artifact, opset: int, out: Path) -> list[str]:
         )
         _finish_graph(src, read_detached(exported), out, outputs)
     return []
-
-
-@contextlib.contextmanager
-def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields ``module`` with an added output for each RNN that returns a packed sequence. The added output is the
-    padded sequence.
-
-    A model that uses only the last hidden state never reads the lengths of a packed sequence. Without the added
-    outputs, the exporter fails for a model that never reads the lengths. ``_finish_graph`` removes the added outputs
-    from the graph.
-    """
-    import torch
-    from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-
-    padded: list[Any] = []
-
-    def keep(rnn: Any, _: Any, output: Any) -> None:
-        if isinstance(output[0], PackedSequence):
-            padded.append(pad_packed_sequence(output[0], batch_first=rnn.batch_first)[0])
-
-    class More(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = module
-
-        def forward(self, *tensors: Any) -> Any:
-            padded.clear()
-            return (*self.inner(*tensors), *padded)
-
-    hooks = [part.register_forward_hook(keep) for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
-    try:
-        if hooks:
-            module(*example)
-        yield More().eval() if padded else module
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _output_names(src: Artifact) -> list[str]:
