@@ -114,7 +114,7 @@ def export(
 
     if not is_onnx and to == "onnx" and is_pair(named, Path(out) if out is not None else None):
         return to_folder(export_pair, "an encoder and a decoder", named)
-    src = replace(named, inputs=None if is_onnx else inputs, dims=None if is_onnx else dims).open()
+    src = replace(named, inputs=_of_open(path, inputs) if is_onnx else inputs, dims=None if is_onnx else dims).open()
     if as_decoder or (to == "openvino" and named.decoder is not False and Cache.of(src.signature) is not None):
         return to_folder(export_decoder if to == "onnx" else export_stateful, "a decoder with a KV cache", src, named)
     if out is not None and "decoder" not in src.source:
@@ -160,6 +160,18 @@ def export(
         if preprocess is not None:
             made = _preprocessed(made, preprocess, limit, cache, out if to == "onnx" else None)
         return made if to == "onnx" else _from_onnx(made, formats[to], limit, cache, out)
+
+
+def _of_open(path: Path, inputs: Inputs | None) -> Inputs | None:
+    """Returns those of ``inputs`` whose shapes the ONNX file leaves open. The other shapes change after it is
+    opened."""
+    from accel.sources.declare import parse_inputs
+    from accel.sources.onnx.file import undeclared_inputs
+
+    if not inputs or not path.is_file():
+        return None
+    undeclared = undeclared_inputs(path)
+    return [spec for spec in parse_inputs(inputs) if spec.name in undeclared] or None
 
 
 def _check_arguments(to: str, opset: int | None, channels: str, limit: float | None) -> None:
@@ -244,13 +256,15 @@ def _as_asked(
 ) -> Artifact:
     """Returns an ONNX model with the opset and the shapes that the caller requested.
 
-    Returns ``src`` unchanged if the caller requested no change and no ``out``.
+    Returns ``src`` unchanged if the caller requested no change and no ``out``, unless the file has functions of its
+    own, which only ONNX Runtime reads.
     """
     from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
     from accel.proof.gates import OutputGate
     from accel.sources.declare import parse_dims, parse_inputs
+    from accel.sources.onnx.file import OWN_FUNCTIONS
 
-    if not (opset or inputs or dims or out):
+    if not (opset or inputs or dims or out or src.properties.get(OWN_FUNCTIONS)):
         return src
     given = parse_inputs(inputs) if inputs else ()
     ranges = parse_dims(dims or {})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel.artifact import Artifact
 from accel.signature import Signature
 from accel.spelling import option
+
+_NAMED = 3  # names in a note
 
 
 def source_notes(artifact: Artifact) -> list[str]:
@@ -24,6 +26,7 @@ def source_notes(artifact: Artifact) -> list[str]:
         _placeholder_note(artifact),
         _adapter_note(artifact),
         _narrowed_note(artifact),
+        _defaults_note(artifact),
     )
     return [note for note in notes if note]
 
@@ -41,6 +44,21 @@ def _narrowed_note(artifact: Artifact) -> str | None:
     """Returns a note about operations in float64 that the artifact's runtime computes in float32, or else None."""
     count = sum(stage["notes"].get("float64_in_float32", 0) for stage in artifact.history)
     return f"the model has {count} operations in float64, which the runtime computes in float32" if count else None
+
+
+def _defaults_note(artifact: Artifact) -> str | None:
+    """Returns a note about the inputs that have a default in the ONNX file, or None if there are none."""
+    names: Sequence[str] = artifact.source.get("defaults", ())
+    if not names:
+        return None
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    said = f"the input {names[0]!r} of the file has a default, which is"
+    if len(names) > 1:
+        said = f"the inputs {', '.join(map(repr, names[:_NAMED]))}{more} of the file have defaults, which are"
+    return (
+        f"{said} used, and can't be replaced in a converted model; remove the initializer {names[0]!r} from the file "
+        "to keep the input"
+    )
 
 
 def _placeholder_note(artifact: Artifact) -> str | None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact, beside
 from accel.child import run_in_child
 from accel.errors import BadInputSpec, ChildCrashed, StageFailed, one_line
+from accel.runtimes.onnx_rounded import inlined
 from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, new_names, numpy_dtype, shapes_of
-from accel.sources.onnx.file import opset_of
+from accel.sources.onnx.file import all_nodes, opset_of
 from accel.sources.onnx.refusal import plain_reason
 from accel.sources.onnx.weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice
@@ -51,9 +52,9 @@ class NotBroughtOver(StageFailed):
 def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Artifact:
     """Changes the opset and shapes of ``src``. ``notes["repaired"]`` lists each repair with its reason.
 
-    Turns weights in Constant nodes into initializers, and removes initializers from the list of inputs. Runs the model
-    at several sizes, and declares the measured output shapes. Quantized models keep all QuantizeLinear and
-    DequantizeLinear nodes.
+    Inlines the model's own functions. Turns weights in Constant nodes into initializers, and removes initializers from
+    the list of inputs. Runs the model at several sizes, and declares the measured output shapes. Quantized models keep
+    all QuantizeLinear and DequantizeLinear nodes.
 
     Raises ``NotBroughtOver`` if onnx can't convert an operator, or if the model doesn't run with the given shapes. Also
     raises ``NotBroughtOver`` if the model's opset or one of its dtypes needs a newer IR than ``max_ir``.
@@ -82,6 +83,13 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
 
     model = read_detached(path)
     repaired: list[str] = []
+    if model.functions:
+        repaired.append(f"{len(model.functions)} functions of the model are inlined, because few runtimes read them")
+        model = inlined(model)
+        # OpenVINO doesn't recognize a file that names several domains before its graph, as accel writes it.
+        used = {node.domain for node in all_nodes(model.graph)}
+        for entry in [entry for entry in model.opset_import if entry.domain not in ("", *used)]:
+            model.opset_import.remove(entry)
     _lift_constants(model, repaired)
     _hide_initializers(model, repaired)
     inputs = _redeclared(model, signature.inputs, config.inputs, repaired)
@@ -253,6 +261,21 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
                 node.attribute.remove(attribute)
 
 
+def _refused(path: Path) -> str | None:
+    """Returns the reason why ONNX Runtime lacks a kernel for the file ``path``, or None if it doesn't."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    try:
+        onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented as error:
+        return plain_reason(error)
+    except Exception:
+        return None
+    return None
+
+
 def _newer_dtypes(graph: onnx.GraphProto) -> list[tuple[int, str]]:
     """Returns a list of pairs (IR version, dtype name), with one pair for each newer dtype in ``graph``. The list
     begins with the pair (0, "")."""
@@ -298,6 +321,11 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         reason = plain_reason(error)
+        if (unconverted := _refused(path)) is not None:
+            raise NotBroughtOver(
+                f"ONNX Runtime on the CPU can't load {path}, converted or not: {unconverted}; convert it with "
+                f"{option('to', 'openvino')} or {option('to', 'torch')}, or export the model again in float32"
+            ) from error
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {reason}{own}") from error
     # Runs the model only at sizes that the user gave: at the default sizes, and for each dim also at the largest or
     # smallest size. Many models accept only multiples of a step, such as 32, and would refuse other sizes in the range.

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.artifact import Artifact
-from accel.errors import BuildFailed, StageFailed, one_line
+from accel.errors import BuildFailed, StageFailed, shortened
 from accel.progress import report
 from accel.sources.onnx.file import opset_of, read_proto
+from accel.sources.torch.call import to_tensor
 from accel.sources.torch.dims import export_dim
 from accel.sources.torch.quiet_export import one_export
 from accel.stage import StageConfig
@@ -59,14 +60,15 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
     module = OnnxModule(model).eval()
     sizes = {d: min(max(r.opt, (2 + i) * r.step), r.max) for i, (d, r) in enumerate(src.signature.dims.items())}
     feeds = src.signature.example_inputs(**sizes)
-    args = tuple(torch.from_numpy(feeds[spec.name]) for spec in src.signature.inputs)
+    args = tuple(to_tensor(feeds[spec.name]) for spec in src.signature.inputs)
     program: torch.export.ExportedProgram | None = None
     # First tries an export without upper bounds, because a program with upper bounds refuses larger sizes. Some models
     # can only be exported with upper bounds.
     for bounded in (False, True):
         try:
             with one_export:
-                program = torch.export.export(module, args, dynamic_shapes=(_dynamic(src, bounded),))
+                shapes = (_dynamic(src, bounded),) if args else None
+                program = torch.export.export(module, args, dynamic_shapes=shapes)
             break
         except StageFailed:
             raise
@@ -74,7 +76,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
             problem = error
     if program is None:
         raise NotTorch(
-            f"{src.path.name} can't be written as a PyTorch program ({one_line(problem)}); choose another format"
+            f"{src.path.name} can't be written as a PyTorch program ({shortened(problem)}); choose another format"
         ) from problem
     written = io.BytesIO()  # torch's own file writer ends the process if the disk is full
     torch.export.save(program, written)
@@ -133,7 +135,7 @@ class OnnxModule(torch.nn.Module):
             array = numpy_helper.to_array(constant)
             if array.dtype.kind == "i" and array.ndim <= 1 and array.size <= 16:
                 self.sizes[name] = array.tolist()
-            value = torch.from_numpy(array.copy())
+            value = to_tensor(array.copy())
             own = f"weight_{index}"
             if value.is_floating_point() and value.numel() > 1:
                 self.register_parameter(own, torch.nn.Parameter(value))

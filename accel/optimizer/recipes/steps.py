@@ -81,15 +81,17 @@ def cpu_has_bf16() -> bool:
 
 
 def in_range(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
-    """Returns the step that changes the opset and IR version to values that ``target`` supports. Returns no step if
-    ``target`` supports the values of ``src``. ``min_opset`` is the first opset that supports the candidate's precision,
-    or 0 if every opset supports the precision.
+    """Returns the step that changes the opset and IR version to values that ``target`` supports, and inlines functions
+    that it doesn't read. Returns no step if ``target`` supports the values of ``src``. ``min_opset`` is the first opset
+    that supports the candidate's precision, or 0 if every opset supports the precision.
     """
     from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
+    from accel.sources.onnx.file import OWN_FUNCTIONS
 
     opset = int(src.properties.get("opset") or target.min_opset)
     wanted = min(max(opset, min_opset, target.min_opset), target.max_opset)
-    if wanted == opset and int(src.properties.get("ir") or 0) <= target.max_ir:
+    foreign = target.runtime == "openvino" and src.properties.get(OWN_FUNCTIONS)
+    if wanted == opset and int(src.properties.get("ir") or 0) <= target.max_ir and not foreign:
         return []
     return [Step("onnx_from_onnx", OnnxFromOnnxConfig(opset=wanted, max_ir=target.max_ir), STAGE_LIMITS["simplify"])]
 

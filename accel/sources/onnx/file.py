@@ -18,7 +18,7 @@ from accel.spelling import option
 
 from ..nearby import or_nearby
 from .light import read_light
-from .output_shapes import with_output_shapes, without_shape
+from .output_shapes import inputs_without_shape, misfit, with_input_shapes, with_output_shapes, without_shape
 from .refusal import plain_reason, refused_by_checker
 
 if TYPE_CHECKING:
@@ -118,15 +118,23 @@ def opset_of(model: onnx.ModelProto) -> int:
     return next((int(o.version) for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
 
-def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
+def describe(path: Path, inputs: Sequence[TensorSpec] = ()) -> tuple[Signature, dict[str, Any]]:
     """Returns the model's signature as the file declares it, and the model's opset, IR version, precision and float
-    dtypes.
+    dtypes. ``inputs`` gives the shapes of inputs for which the file declares none.
 
     Dims without a name in the file are called ``<tensor>_<axis>``. The precision is ``int4``, ``fp8`` or ``int8`` if
     the file has weights, QDQ nodes or integer matrix products of this precision. Otherwise, the majority of the float
     weights determines the precision.
     """
-    return describe_model(read_without_weights(path))
+    model = with_output_shapes(with_input_shapes(_light_as_is(path), inputs))
+    if inputs and without_shape(model) and (fault := misfit(model)):
+        raise BadInputSpec(f"the shapes in {option('inputs')} don't fit {path} ({fault}); correct them")
+    return describe_model(model)
+
+
+def undeclared_inputs(path: Path) -> frozenset[str]:
+    """Returns the names of the inputs for which the file declares no shape."""
+    return frozenset(inputs_without_shape(_light_as_is(path)))
 
 
 # Marks models with one of the operators in ``_SCALED_AT_RUN_TIME``. A dynamic quantization operator computes one scale
@@ -134,6 +142,9 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 
+
+# Marks models with functions of their own, which only ONNX Runtime reads.
+OWN_FUNCTIONS = "own_functions"
 
 # Marks models with weights in the packed form of accel's CPU kernels (``accel.kernels.onnx.packed``).
 PACKED_WEIGHTS = "packed_weights"
@@ -150,7 +161,7 @@ def _packed_products(model: onnx.ModelProto) -> dict[str, int]:
 def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
     """Returns the signature and the properties of a model in memory (see ``describe``)."""
     initializers = {t.name for t in model.graph.initializer}
-    inputs = tuple(_spec(v) for v in model.graph.input if v.name not in initializers)
+    inputs = tuple(_spec(v, is_input=True) for v in model.graph.input if v.name not in initializers)
     outputs = tuple(_spec(v) for v in model.graph.output)
     bounds = _index_bounds(model)
     inputs = tuple(replace(spec, values=_held(spec, bounds.get(spec.name))) for spec in inputs)
@@ -164,6 +175,8 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
         properties[ROWS_SHARE_SCALES] = True
     if _packed_products(model):
         properties[PACKED_WEIGHTS] = True
+    if model.functions:
+        properties[OWN_FUNCTIONS] = True
     return Signature(inputs, outputs), properties
 
 
@@ -178,10 +191,16 @@ def inputs_with_defaults(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
     return tuple(replace(_spec(v), optional=True) for v in model.graph.input if v.name in initializers)
 
 
-def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+def _spec(value: onnx.ValueInfoProto, *, is_input: bool = False) -> TensorSpec:
     import onnx
 
     kind = value.type.tensor_type
+    if is_input and value.type.HasField("tensor_type") and not kind.HasField("shape"):
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        raise BadInputSpec(
+            f"the input {value.name!r} has no declared shape; declare its shape with {option('inputs')}, e.g. "
+            f"{option('inputs', [f'{value.name}:{dtype}[batch,3]'])} for rows of 3 numbers"
+        )
     if value.type.HasField("tensor_type") and not kind.HasField("shape"):
         raise InvalidModel(
             f"tensor {value.name!r} has no declared shape, and none follows from the graph; export the model again "
@@ -291,10 +310,10 @@ def open_onnx(
 ) -> Artifact:
     """Opens an ONNX file as an artifact. If the file has a manifest, the artifact keeps the manifest's history.
 
-    ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, a file without a manifest is first loaded by the ONNX checker and by ONNX Runtime
-    in a child process. The child process protects this process from a hostile file that crashes its reader. The result
-    of the probe is cached under the hash of the file.
+    ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, sizes of dims that the file
+    leaves open, and the shapes of inputs without a shape. With ``probe``, a file without a manifest is first loaded by
+    the ONNX checker and by ONNX Runtime in a child process. The child process protects this process from a hostile file
+    that crashes its reader. The result of the probe is cached under the hash of the file.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, and ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't match the model.
@@ -302,7 +321,7 @@ def open_onnx(
     if probe and without_shape(_light_as_is(path)):
         # The inference of shapes is native code, which a hostile file may crash.
         probe_apart(path, combined_sha256([file_sha256(path)]), cache or StageCache())
-    signature, properties = describe(path)
+    signature, properties = describe(path, inputs)
     if not signature.outputs:
         raise InvalidModel(f"{path} has no outputs; export the model again")
     files = (path, *(path.with_name(name) for name in external_files(read_without_weights(path))))
@@ -334,6 +353,8 @@ def open_onnx(
         source = {"kind": "onnx", "spec": str(path), "files": [_file_entry(f, hashes[f.name]) for f in files]}
         if producer := read_without_weights(path).producer_name:
             source["producer"] = producer
+        if defaults := [spec.name for spec in inputs_with_defaults(read_without_weights(path))]:
+            source["defaults"] = defaults
         artifact = replace(artifact, source=source)
     if inputs:
         artifact = replace(artifact, signature=_declared(artifact.signature, inputs))

@@ -1,8 +1,13 @@
-"""Infers the shapes of outputs for which an ONNX file declares none."""
+"""Completes the shapes of inputs and outputs for which an ONNX file declares none."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from accel.signature import TensorSpec
+
+from .refusal import plain_reason
 
 if TYPE_CHECKING:
     import onnx
@@ -11,13 +16,31 @@ if TYPE_CHECKING:
 _UNKNOWN = "unk__"
 
 
+def inputs_without_shape(model: onnx.ModelProto) -> list[str]:
+    """Returns the names of the inputs that are tensors without a declared shape."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return [value.name for value in model.graph.input if value.name not in constants and _is_open(value)]
+
+
+def _is_open(value: onnx.ValueInfoProto) -> bool:
+    return value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
+
+
+def with_input_shapes(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> onnx.ModelProto:
+    """Returns ``model`` after declaring the shapes of ``inputs`` for the inputs without a shape."""
+    import onnx
+
+    missing, given = set(inputs_without_shape(model)), {spec.name: spec for spec in inputs}
+    for value in model.graph.input:
+        if value.name in missing & given.keys():
+            kind = value.type.tensor_type.elem_type
+            value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, kind, list(given[value.name].shape)))
+    return model
+
+
 def without_shape(model: onnx.ModelProto) -> list[str]:
     """Returns the names of the outputs that are tensors without a declared shape."""
-    return [
-        value.name
-        for value in model.graph.output
-        if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
-    ]
+    return [value.name for value in model.graph.output if _is_open(value)]
 
 
 def with_output_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -40,3 +63,14 @@ def with_output_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
                 if dim.dim_param.startswith(_UNKNOWN):
                     dim.ClearField("dim_param")
     return model
+
+
+def misfit(model: onnx.ModelProto) -> str:
+    """Returns the reason why onnx can't infer the shapes of ``model``, or "" if it can."""
+    import onnx
+
+    try:
+        onnx.shape_inference.infer_shapes(model, strict_mode=True)
+    except (onnx.shape_inference.InferenceError, ValueError) as error:
+        return plain_reason(error)
+    return ""
