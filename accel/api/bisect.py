@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact
 from accel.errors import BadData, UnsupportedHere, UsageError
 from accel.progress import shows_progress
-from accel.proof.compare import Difference
+from accel.proof.compare import Difference, in_order_note, new_output_names
+from accel.signature import Signature
 from accel.sources.source import Model, Source, SourceOptions, declared_dims, known_keywords, shared, with_declared
 from accel.spelling import option
 from accel.tables.limits import BISECT_LIMITS, VERIFY_LIMITS
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
+    import onnx
 
     from accel.proof.bisect import Divergence
 
@@ -111,22 +113,8 @@ def bisect(
     first = _onnx_of(with_declared(one, about).open(), notes)
     second = _onnx_of(given, notes)
     first = widened(first, path_of(data), declared_dims(reference, about))
-    for role, ours, theirs in (
-        ("inputs", first.signature.inputs, second.signature.inputs),
-        ("outputs", first.signature.outputs, second.signature.outputs),
-    ):
-        if {s.name for s in ours} != {s.name for s in theirs}:
-            raise UsageError(
-                f"the two models have different {role}: {', '.join(s.name for s in ours)} and "
-                f"{', '.join(s.name for s in theirs)}; give two versions of one model"
-            )
-        shapes = {spec.name: spec.shape for spec in theirs}
-        for spec in ours:
-            if len(spec.shape) != len(shapes[spec.name]):
-                raise UsageError(
-                    f"tensor {spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} dims "
-                    "in the other model; give two versions of one model"
-                )
+    names_of = _new_output_names(first.signature, second.signature)
+    notes += filter(None, [in_order_note(names_of)])
     if limit is None:
         limit = BISECT_LIMITS[str(second.properties.get("precision", "fp32"))]
     if not limit >= 0:
@@ -135,7 +123,8 @@ def bisect(
         raise UsageError(f"{samples} samples are too few; give at least 1")
     feeds = _feeds(first, path_of(data), samples, _fixed_sizes(first, second))
     notes += filter(None, [rounding_note(path_of(data), first.signature)])
-    search = Bisection(read_detached(first.path), read_detached(second.path), feeds, limit=limit).search(scan=scan)
+    renamed = _with_output_names(read_detached(second.path), names_of)
+    search = Bisection(read_detached(first.path), renamed, feeds, limit=limit).search(scan=scan)
     return BisectReport(
         divergence=search.found,
         limit=limit,
@@ -149,6 +138,38 @@ def bisect(
         notes=tuple(notes),
         as_run=None if search.found else _as_run(given, second, feeds),
     )
+
+
+def _new_output_names(first: Signature, second: Signature) -> dict[str, str]:
+    """Returns the outputs of ``second`` with other names (see ``new_output_names``). Raises ``UsageError`` if the
+    inputs or outputs differ in more than the names of outputs."""
+    names: dict[str, str] = {}
+    for role, ours, theirs in (("inputs", first.inputs, second.inputs), ("outputs", first.outputs, second.outputs)):
+        if role == "outputs":
+            names = new_output_names(first, second)
+            theirs = tuple(replace(spec, name=names.get(spec.name, spec.name)) for spec in theirs)
+        if {s.name for s in ours} != {s.name for s in theirs}:
+            raise UsageError(
+                f"the two models have different {role}: {', '.join(s.name for s in ours)} and "
+                f"{', '.join(s.name for s in theirs)}; give two versions of one model"
+            )
+        shapes = {spec.name: spec.shape for spec in theirs}
+        for spec in ours:
+            if len(spec.shape) != len(shapes[spec.name]):
+                raise UsageError(
+                    f"tensor {spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} dims "
+                    "in the other model; give two versions of one model"
+                )
+    return names
+
+
+def _with_output_names(model: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
+    """Returns ``model`` after renaming its outputs. ``names`` maps the old names to the new names."""
+    from accel.converters.graph.names import rename_values
+
+    inner = {new: f"{new}_inner" for new in names.values() if new not in names}
+    rename_values(model.graph, {**inner, **names})
+    return model
 
 
 def _as_run(given: Artifact, looked_into: Artifact, feeds: Sequence[Mapping[str, np.ndarray]]) -> Difference | None:

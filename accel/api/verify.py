@@ -17,7 +17,16 @@ from accel.decoders.proof import DecoderGate, whole_logits
 from accel.decoders.replay import Replay
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report, shows_progress
-from accel.proof.compare import INTEGERS_ALONE, Difference, compare, holds_floats, near_integers, worst
+from accel.proof.compare import (
+    INTEGERS_ALONE,
+    Difference,
+    compare,
+    holds_floats,
+    in_order_note,
+    near_integers,
+    new_output_names,
+    worst,
+)
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, Bound, DimRange, Feeds, Signature, TensorSpec
 from accel.signature.decoder import IDS, LOGITS, Cache, is_decoder, is_stateful, step_sizes
@@ -118,6 +127,9 @@ def verify(
 ) -> Verification:
     """Runs both models on the same inputs and compares every output by name.
 
+    Outputs with other names are compared in their order if their number, dtypes and shapes are equal. ``notes`` says
+    so.
+
     The models run on ``samples`` samples of ``data``, which is an .npz file, a folder of .npz files, a batch, or an
     iterable of batches (see ``accel.optimize``). Without data, the models run on random inputs. Random inputs have a
     batch size of 1, 2 or the largest batch. Every other dim has the smallest or the largest size in its range.
@@ -130,7 +142,7 @@ def verify(
     reference is a file. A source that doesn't declare its inputs gets the inputs of the other model.
 
     Raises ``UnsupportedHere`` if a model can't run on this machine. Raises ``BadData`` if the data doesn't fit, or if a
-    model fails on an integer in the data.
+    model fails on an integer in the data. Raises ``UsageError`` if the inputs or the outputs differ.
     """
     if limit is not None and not limit >= 0:
         raise UsageError(f"{limit:g} is not a valid limit; give a relative error such as 1e-3")
@@ -158,11 +170,7 @@ def verify(
         raise UsageError(
             f"{second.path} is a decoder with other inputs and takes texts of its own; leave out {option('data')}"
         )
-    if names[0] != names[1] and not other_form:
-        raise UsageError(
-            f"the two models have different inputs: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
-            "give two versions of one model"
-        )
+    names_of = {} if other_form else _new_output_names(first.signature, second.signature)
     limit = limit if limit is not None else VERIFY_LIMITS[effective_precision(second)]
     found: list[list[Difference]] = []
     cases: list[str] = []
@@ -185,6 +193,7 @@ def verify(
                 if samples_path is None:
                     raise
                 raise failed_on_data(error, samples_path, feeds, first.signature, second.signature) from error
+            got = {names_of.get(name, name): array for name, array in got.items()}
             found.append(compare(wanted, got))
             cases.append(case)
             if near := near_integers(found[-1], wanted, limit):
@@ -229,8 +238,20 @@ def verify(
         middle_sample=middle,
         cases=tuple(cases),
         problems=tuple(problems),
-        notes=(note,) if note else (),
+        notes=tuple(filter(None, (in_order_note(names_of), note))),
     )
+
+
+def _new_output_names(first: Signature, second: Signature) -> dict[str, str]:
+    """Returns the outputs of ``second`` with other names (see ``new_output_names``). Raises ``UsageError`` if the
+    inputs differ."""
+    names = [sorted(spec.name for spec in one.inputs) for one in (first, second)]
+    if names[0] != names[1]:
+        raise UsageError(
+            f"the two models have different inputs: {', '.join(names[0])} and {', '.join(names[1])}; give two versions "
+            "of one model"
+        )
+    return new_output_names(first, second)
 
 
 def _checked_pair(reference: Model, candidate: Model, about: SourceOptions, asked: float | None) -> Verification | None:

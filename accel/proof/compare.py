@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import finite_json
+from accel.errors import UsageError
+from accel.signature import Signature, TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,6 +111,40 @@ def near_integers(found: Sequence[Difference], reference: Mapping[str, np.ndarra
 def holds_floats(value: np.ndarray) -> bool:
     """Tells whether the values are floats, including bfloat16 and fp8, which NumPy reports as kind V."""
     return value.dtype.kind not in "biuOUS"
+
+
+def new_output_names(reference: Signature, candidate: Signature) -> dict[str, str]:
+    """Maps the candidate's outputs to the reference's outputs in the same place, if their names differ. Returns {} if
+    the candidate has all names of the reference.
+
+    Raises ``UsageError`` unless the outputs agree in their number, dtypes and shapes.
+    """
+    ours, theirs = reference.outputs, candidate.outputs
+    names = {spec.name for spec in theirs}
+    if all(spec.name in names for spec in ours):
+        return {}
+    pairs = list(zip(ours, theirs, strict=False))
+    kept = all(one.name == other.name for one, other in pairs if one.name in names)
+    if len(ours) == len(theirs) and kept and all(_like(one, other) for one, other in pairs):
+        return {other.name: one.name for one, other in pairs if one.name != other.name}
+    raise UsageError(
+        f"the two models have different outputs: {', '.join(map(str, ours))} and {', '.join(map(str, theirs))}; give "
+        "two versions of one model"
+    )
+
+
+def _like(one: TensorSpec, other: TensorSpec) -> bool:
+    if one.dtype != other.dtype or len(one.shape) != len(other.shape):
+        return False
+    return all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in zip(one.shape, other.shape, strict=True))
+
+
+def in_order_note(names: Mapping[str, str]) -> str | None:
+    """Returns a note about outputs with other ``names`` (see ``new_output_names``), or None if there are none."""
+    if not names:
+        return None
+    said = ", ".join(f"{old} with {new}" for new, old in names.items())
+    return f"the outputs of the two models have other names, so they are compared in their order: {said}"
 
 
 def compare(reference: Mapping[str, np.ndarray], candidate: Mapping[str, np.ndarray]) -> list[Difference]:
