@@ -43,7 +43,7 @@ from .fingerprint import code_and_attributes_sha256, script_bytes, state_sha256,
 from .found import Found
 from .probe.changed_state import changes_words
 from .probe.checked_bags import checked_bags
-from .probe.readable import check_values, unreadable
+from .probe.readable import check_values, computes_otherwise, unreadable
 
 SUFFIX = ".module"
 _EXAMPLE = "example.pt"
@@ -114,6 +114,11 @@ def facts_of_call(
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and (why := unreadable(value)):
             raise BadInputSpec(f"the example's {name} can't be read: {why}")
+        if isinstance(value, torch.Tensor) and computes_otherwise(type(value)):
+            raise BadInputSpec(
+                f"the example's {name} is a {type(value).__name__}, whose own operators an exported model can't have; "
+                f"give {name}.as_subclass(torch.Tensor), for which the model is then exported"
+            )
     tensors = {name: _on_cpu(value) for name, value in inputs.items()}
     _check_rows(tensors)
     check_values(module, class_name(module))
@@ -156,7 +161,7 @@ def open_captured(path: Path) -> Found:
 
     Raises ``BadSource`` if the file isn't in the user's cache, because opening the file runs its code. Also raises
     ``BadSource`` if the opened module computes other outputs than the live module, for example because the file of the
-    module's class was edited.
+    module's class was edited, or because another process imports a value that the user's process changed.
     """
     if not path.is_file():
         raise BadSource(f"the live module {path.stem} is no longer in the cache; give the module again")
@@ -172,8 +177,10 @@ def open_captured(path: Path) -> Found:
             if changes := changes_words(module, lambda: _run(module, kept["inputs"], path.stem)):
                 raise BadSource(f"the outputs of {path.stem} differ from run to run on the same inputs: {changes}")
             raise BadSource(
-                f"the copy {path.stem} computes other outputs than the original module; if the file of the module's "
-                "class was edited after the import, restart Python and give the module again"
+                f"the copy {path.stem} computes other outputs than the original module, because it imports other code "
+                "or other values: restart Python if a file was edited after its import, and if a value of an imported "
+                "Python module was changed at run time, make the value an attribute of the model; then give the model "
+                "again"
             )
     signature = Signature.from_json(facts["signature"]) if "signature" in facts else None
     return Found(
@@ -202,7 +209,7 @@ def _forms(module: torch.nn.Module) -> tuple[Signature, ...]:
 
 def _on_cpu(value: Any) -> torch.Tensor:
     tensor = value if isinstance(value, torch.Tensor) else to_tensor(value)
-    return tensor.detach().cpu().contiguous().clone()
+    return tensor.detach().as_subclass(torch.Tensor).cpu().contiguous().clone()
 
 
 def _check_rows(tensors: Tensors) -> None:

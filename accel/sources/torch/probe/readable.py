@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,6 +21,15 @@ def unreadable(tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided:
         return f"the tensor has the layout {tensor.layout}; make it dense with to_dense()"
     return ""
+
+
+def computes_otherwise(kind: type[torch.Tensor]) -> bool:
+    """Tells whether a subclass of ``torch.Tensor`` may change what operators compute."""
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return False
+    usual: tuple[Any, Any] = (torch.Tensor.__torch_function__, torch.Tensor.__torch_dispatch__)
+    function = getattr(kind.__torch_function__, "__func__", None)
+    return function is not usual[0].__func__ or kind.__torch_dispatch__ is not usual[1]
 
 
 def check_values(module: torch.nn.Module, name: str) -> None:

@@ -269,19 +269,6 @@ def test_another_process_opens_a_class_of_a_script(tmp_path: Path, own_cache: Pa
     assert np.array_equal(outputs["output"], np.full((2, 2), 3, np.float32))
 
 
-def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """Fails if another process runs the changed code on disk instead of the live module's code."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    code = tmp_path / "net_that_changes.py"
-    code.write_text("import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x * 2\n")
-    import net_that_changes  # type: ignore[import-not-found]
-
-    source = accel.Source(net_that_changes.Net(), example=(torch.ones(2, 2),))
-    code.write_text("import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x * 20\n")
-    with pytest.raises(BadSource, match="restart Python and give the module again"):
-        Child("accel.api.load:load", {"model": source.text})
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -318,15 +305,6 @@ def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
     """Checks that accel refuses an unusable module or example, and that the message names the reason."""
     with pytest.raises(error, match=message):
         make()
-
-
-def test_a_parametrized_module_still_runs() -> None:
-    """Accel copies a module and removes the copy's parametrizations. Fails if the user's own module loses its
-    parametrizations."""
-    net = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
-    before = net(X)
-    accel.Source(net, example=(X,)).open()
-    torch.testing.assert_close(net(X), before)
 
 
 class Pairs(nn.Module):

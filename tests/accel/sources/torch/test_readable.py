@@ -104,6 +104,32 @@ def test_examples_and_arguments(value: torch.Tensor, message: str) -> None:
         session(value)
 
 
+class Plain(torch.Tensor):
+    pass
+
+
+class Doubled(torch.Tensor):
+    """Doubles what a linear layer computes."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        return found * 2 if function is nn.functional.linear else found
+
+
+def test_examples_of_a_subclass_of_tensors() -> None:
+    """Fails if a tensor of a subclass without operators of its own is refused, if one with its own operators is taken,
+    which no exported model computes, or if the advice doesn't work."""
+    module = nn.Linear(3, 2)
+    for example in (X.as_subclass(Plain), nn.Parameter(X), X.as_subclass(Doubled).as_subclass(torch.Tensor)):
+        with accel.load(module, example=(example,)) as session:
+            torch.testing.assert_close(session(X), module(X).detach())
+    with pytest.raises(
+        BadInputSpec, match=r"is a Doubled, whose own operators .*give input.as_subclass\(torch.Tensor\)"
+    ):
+        accel.load(module, example=(X.as_subclass(Doubled),))
+
+
 @pytest.mark.parametrize("to", [torch.Tensor.to_sparse, partial(torch.Tensor.to, device="meta")])
 def test_outputs(to: Any) -> None:
     """Fails if an output that can't be read ends in an error of torch."""
