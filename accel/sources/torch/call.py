@@ -18,6 +18,7 @@ from accel import kept_outputs
 from accel.errors import BadFeeds, BadInputSpec, BadSource, one_line
 from accel.kept_outputs import Run
 from accel.signature import Feeds, Signature, TensorSpec, shapes_of
+from accel.sources.python_object import place_in_user_code
 from accel.sources.structure import Template, constants_in, describe
 from accel.spelling import options
 
@@ -26,6 +27,7 @@ from .arguments import Called, parameters_of, usually_by_position
 from .probe.changed_state import changes_words
 from .probe.checked_bags import checked_bags
 from .probe.fitting_inputs import axes_of_one_size, fitting_inputs
+from .probe.gradients import computes_gradients
 from .probe.integer_bounds import smaller_tables
 from .probe.random_draws import random_draws
 from .probe.readable import unreadable
@@ -251,6 +253,12 @@ def discover_outputs(
         except Exception as error:
             shapes = shapes_of(feeds)
             reason = one_line(error, 200)
+            tensors = [to_tensor(value).clone() for value in feeds.values()]
+            if computes_gradients(lambda tensors=tensors: named.call(*tensors)):  # type: ignore[misc]
+                raise BadSource(
+                    f"the model {where} computes gradients in forward{place_in_user_code(error)}, which PyTorch can't "
+                    "export; write the gradient with other operators, or return what it is computed from"
+                ) from error
             if training := in_training(module):
                 raise BadSource(
                     f"the model {where} fails in PyTorch on the inputs {shapes}: {reason}; {training}"
