@@ -271,7 +271,33 @@ def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
                 yield archive
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         reason = one_line(error, 120)
-        raise BadData(f"can't read {place(file)} as .npz ({reason}); write the file with numpy.savez") from error
+        raise unreadable(file, reason) from error
+
+
+# How to write the file of other formats as .npz. Each recipe runs in Python.
+_RECIPES = {
+    ".csv": "np.savez({npz!r}, INPUT=np.loadtxt({file!r}, delimiter=',', dtype='float32', ndmin=2))",
+    ".tsv": "np.savez({npz!r}, INPUT=np.loadtxt({file!r}, dtype='float32', ndmin=2))",
+    ".jsonl": "rows = [json.loads(row) for row in pathlib.Path({file!r}).read_text().splitlines()]; "
+    "np.savez({npz!r}, **{{name: np.array([row[name] for row in rows]) for name in rows[0]}})",
+    ".json": "inputs = json.loads(pathlib.Path({file!r}).read_text()); "
+    "np.savez({npz!r}, **{{name: np.array(rows) for name, rows in inputs.items()}})",
+    ".safetensors": "np.savez({npz!r}, **safetensors.numpy.load_file({file!r}))",
+}
+
+
+def unreadable(file: Path, reason: str) -> BadData:
+    """Returns the error to raise if ``file`` isn't a readable .npz file. ``reason`` says why. For a file of another
+    known format, the message says how to write the file as .npz."""
+    recipe = _RECIPES.get(file.suffix.lower())
+    if recipe is None:
+        return BadData(f"can't read {place(file)} as .npz ({reason}); write the file with numpy.savez")
+    code = recipe.format(file=str(file), npz=str(file.with_suffix(".npz")))
+    named = ", with the input's name for INPUT" if "INPUT" in code else ""
+    return BadData(
+        f"{place(file)} is not an .npz file, but {option('data')} takes .npz: one array per input, samples on axis 0; "
+        f"convert it with {code}{named}"
+    )
 
 
 def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from accel.errors import BadData, one_line
 from accel.signature import Signature
 
-from .data import at_sizes, batch_plan, check_samples_first, data_files, fitting, place, single_array
+from .data import at_sizes, batch_plan, check_samples_first, data_files, fitting, place, single_array, unreadable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -209,4 +209,4 @@ def _unreadable(file: Path, error: Exception) -> BadData:
         if stream.read(len(_NPY)) == _NPY:
             return single_array(file)
     reason = one_line(error, 120)
-    return BadData(f"can't read {place(file)} as .npz ({reason}); write the file with numpy.savez")
+    return unreadable(file, reason)
