@@ -41,6 +41,7 @@ _LEVELS = {
 }
 # Matches ONNX Runtime's error messages about an index out of range.
 _OUT_OF_BOUNDS = re.compile("out of data bounds|out of bounds|within bounds")
+_OPERATOR = re.compile(r"returned while running (\w+) node")
 # Dtypes of ml_dtypes that NumPy itself lacks. ONNX Runtime gets tensors of these dtypes as integers with the same bits.
 _BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -135,9 +136,20 @@ class OnnxRuntimeSession(BaseSession):
     def _explained(self, error: Exception, feeds: Feeds) -> AccelError:
         """Turns an error of ONNX Runtime during a run with ``feeds`` into an error that names the fix."""
         failed = f"ONNX Runtime can't run {self.artifact.path} at {shapes_of(feeds)}: {plain_reason(error)}"
-        if outside := self._outside(feeds) if _OUT_OF_BOUNDS.search(str(error)) else "":
+        bounds = bool(_OUT_OF_BOUNDS.search(str(error)))
+        if outside := self._outside(feeds) if bounds else "":
             return ValuesOutOfRange(f"{failed} ({outside}); check the inputs' values")
+        if names := [] if bounds and self._rows else self._read_by(error):
+            return ValuesOutOfRange(f"{failed}; check the values of {' and '.join(map(repr, names))}")
         return self._run_error(failed, "; check the inputs' values", feeds)
+
+    def _read_by(self, error: Exception) -> list[str]:
+        """Returns the names of the integer inputs that the failed node reads. The caller chose these integers, such as
+        the lengths of an LSTM, so they are the caller's fault."""
+        from accel.sources.onnx.integers_read import integers_read
+
+        operator = _OPERATOR.search(str(error))
+        return list(integers_read(self.artifact.path, operator[1])) if operator else []
 
     def _outside(self, feeds: Feeds) -> str:
         """Returns a phrase for an error message. The phrase names the first integer input with an index outside its

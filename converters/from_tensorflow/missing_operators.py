@@ -1,4 +1,4 @@
-"""Gives ONNX translations of TensorFlow's operators that tf2onnx leaves out."""
+"""Gives ONNX translations of TensorFlow's operators that tf2onnx leaves out or translates wrongly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,53 @@ from typing import Any
 
 def translations() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     """Returns the table ``custom_op_handlers`` of tf2onnx. Runs in the TensorFlow process."""
-    return {"Bucketize": (_bucketize, [])}
+    return {"Bucketize": (_bucketize, []), "FloorDiv": (_floor_div, []), "FloorMod": (_floor_mod, [])}
+
+
+def _is_signed(graph: Any, node: Any) -> bool:
+    from onnx import TensorProto
+
+    return graph.get_dtype(node.input[0]) in (TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64)
+
+
+def _floor_div(graph: Any, node: Any, name: str, _: Any) -> None:
+    """Rounds the quotient of integers down. ONNX's Div rounds it towards zero, as tf2onnx leaves it."""
+    import numpy as np
+    from onnx import helper
+    from tf2onnx.onnx_opset.math import FloorDiv
+
+    if not _is_signed(graph, node):
+        FloorDiv.version_6(graph, node)
+        return
+    (over, under), kept = node.input, node.output
+    dtype = graph.get_dtype(over)
+    shapes, dtypes = [graph.get_shape(kept[0])], [dtype]
+    zero = graph.make_const(f"{name}/zero", np.zeros((), helper.tensor_dtype_to_np_dtype(dtype))).output[0]
+    graph.remove_node(node.name)
+
+    def made(kind: str, *inputs: str, **attributes: Any) -> str:
+        output: str = graph.make_node(kind, list(inputs), attr=attributes).output[0]
+        return output
+
+    quotient = made("Div", over, under)
+    whole = made("Equal", made("Mod", over, under), zero)
+    same_sign = made("Not", made("Xor", made("Less", over, zero), made("Less", under, zero)))
+    less = made("Cast", made("Not", made("Or", whole, same_sign)), to=dtype)
+    graph.make_node("Sub", [quotient, less], outputs=kept, shapes=shapes, dtypes=dtypes, name=name)
+
+
+def _floor_mod(graph: Any, node: Any, name: str, _: Any) -> None:
+    """Gives the remainder of integers the sign of the divisor, as ONNX's Mod does. tf2onnx gives it that of the
+    dividend."""
+    from tf2onnx.onnx_opset.math import FloorMod
+
+    if not _is_signed(graph, node):
+        FloorMod.version_7(graph, node)
+        return
+    inputs, kept = list(node.input), node.output
+    shapes, dtypes = [graph.get_shape(kept[0])], [graph.get_dtype(kept[0])]
+    graph.remove_node(node.name)
+    graph.make_node("Mod", inputs, outputs=kept, shapes=shapes, dtypes=dtypes, name=name)
 
 
 def _bucketize(graph: Any, node: Any, name: str, _: Any) -> None:

@@ -101,7 +101,9 @@ class SingleModel(ModelFolder):
 
 def _folder(name: str, path: Path) -> ModelFolder:
     if not valid_name(name):
-        raise UsageError(f"{name!r} can't be a model's name; write NAME=PATH with a name of letters and digits")
+        raise UsageError(
+            f"{name!r} can't be a model's name; write NAME=PATH with a name of the letters a-z and A-Z and of digits"
+        )
     if path.is_file():
         return SingleModel(path.parent, alias=name, file=path.name)
     if not path.is_dir():

@@ -188,6 +188,40 @@ def test_values_are_put_into_buckets(tmp_path: Path, name: str, dtype: str) -> N
     np.testing.assert_array_equal(found, wanted)
 
 
+DIVIDED = """
+import tensorflow as tf
+
+@tf.function(input_signature=[tf.TensorSpec([None], tf.int32, name="a"), tf.TensorSpec([None], tf.int32, name="b")])
+def function(a, b):
+    b = 2 * b + 1  # not 0
+    wide = tf.cast(a, tf.int64), tf.cast(b, tf.int64)
+    floats = tf.cast(a, tf.float32) / 3, tf.cast(b, tf.float32)
+    pairs = {"i": (a, b), "l": wide, "f": floats}
+    return {f"{name}{end}": made for name, (x, y) in pairs.items() for end, made in (("d", x // y), ("m", x % y))}
+"""
+
+
+RANGES = ["a:int32[n]{-99..99}", "b:int32[n]{-9..9}"]
+
+
+def test_quotients_are_rounded_down(tmp_path: Path) -> None:
+    """Fails if a quotient of negative integers is rounded towards zero, as ONNX's Div does, or if a remainder has the
+    sign of the dividend."""
+    made = accel.export(
+        f"{written(tmp_path, DIVIDED)}:function",
+        inputs=RANGES,
+        out=tmp_path / "m.onnx",
+    )
+    a, b = map(np.ravel, np.meshgrid(np.int32([-99, -7, -6, -1, 0, 1, 6, 7]), np.int32([-3, -2, 1, 2])))
+    with accel.load(made) as session:
+        found = session.run({"a": a, "b": b})
+    b = 2 * b + 1
+    for kind, dtype in (("i", "int32"), ("l", "int64")):
+        np.testing.assert_array_equal(found[f"{kind}d"], a.astype(dtype) // b.astype(dtype))
+        np.testing.assert_array_equal(found[f"{kind}m"], a.astype(dtype) % b.astype(dtype))
+    np.testing.assert_array_equal(found["fd"], np.floor_divide(a.astype(np.float32) / 3, b.astype(np.float32)))
+
+
 NEAREST = """
 import tensorflow as tf
 

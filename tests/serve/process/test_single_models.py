@@ -192,6 +192,7 @@ def test_words_name_models(
         (["out", "repository"], "repository is a repository, which is served alone"),
         (["out", "other/out"], "two models have the name 'out'"),
         (["../x=out"], "can't be a model's name"),
+        (["wéird=out"], "with a name of the letters a-z and A-Z and of digits"),
         (["a=repository"], "repository holds no model"),
         (["a=s3://bucket"], "takes no name"),
         (["note.txt"], "can't serve note: model 'note': the file note.txt has to end in .onnx"),
