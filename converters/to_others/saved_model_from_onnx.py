@@ -139,7 +139,7 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
     shapes = [[d if isinstance(d, int) else None for d in spec.shape] for spec in signature.inputs]
     ends = [spec.name for spec in signature.outputs]
     given = list(function.structured_outputs)
-    order = _matched(ends, given)
+    order = _numbered(ends, given) or _matched(ends, given)
     turned = _turned(function, starts, order, signature, path, np)
 
     def call(*tensors: Any) -> dict[str, Any]:
@@ -177,6 +177,13 @@ def _operator_of(error: BaseException) -> str:
             found = f"the operator {node.op} ({node.name})"
         trace = trace.tb_next
     return found
+
+
+def _numbered(wanted: list[str], given: list[str]) -> dict[str, str]:
+    """Maps the wanted outputs to the outputs of the SavedModel by number, if TensorFlow numbered them because it lost
+    their names. Otherwise returns {}. ``_turned`` compares the values."""
+    numbered = [f"output_{index}" for index in range(len(wanted))]
+    return dict(zip(wanted, numbered, strict=True)) if set(given) == set(numbered) and set(wanted) != set(given) else {}
 
 
 def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:

@@ -303,3 +303,19 @@ def test_float64_inside_is_said(cli: Any, tmp_path: Path) -> None:
     assert ran.code == 0, ran.stderr
     assert "2 operations in float64, which the runtime computes in float32" in ran.stderr
     assert json.loads(ran.stdout)["stages"][-1]["notes"]["float64_in_float32"] == 2
+
+
+def test_outputs_whose_names_tensorflow_loses(cli: Any, tmp_path: Path) -> None:
+    """Fails if a SavedModel is refused because TensorFlow numbered its outputs, or if the outputs are mixed up."""
+    pytest.importorskip("tensorflow")
+    kinds = {"a": "Abs", "b": "Exp", "c": "Neg", "d": "Sign"}
+    nodes = [node(kind, "x", name) for name, kind in kinds.items()]
+    outputs = {name: (FLOAT, ["n", 3]) for name in kinds}
+    model = artifact(tmp_path / "m.onnx", nodes, {"x": (FLOAT, ["n", 3])}, outputs).path
+    ran = cli("export", model, "--to", "saved_model", "-o", tmp_path / "out", "-q")
+    assert ran.code == 0, ran.stderr
+    x = np.float32([[-2, 0, 3]])
+    with accel.load(tmp_path / "out") as session:
+        found = session.run({"x": x})
+    for name, wanted in {"a": np.abs(x), "b": np.exp(x), "c": -x, "d": np.sign(x)}.items():
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-6)
