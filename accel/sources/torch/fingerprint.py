@@ -150,7 +150,9 @@ class _Walk:
 
     def _object(self, value: Any) -> None:
         self.add(type(value).__module__, type(value).__qualname__)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_nested):
+            self._parts(value)
+        elif isinstance(value, torch.Tensor):
             try:
                 self.add(tensor_sha256(value))
             except RuntimeError:  # a tensor without values, such as one on the device "meta"

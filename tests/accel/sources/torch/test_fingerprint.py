@@ -67,6 +67,8 @@ def test_what_counts_as_another_model() -> None:
             for value in (List(), Text("a"), nn.Parameter(X), lambda x: x)
             for number in (2.0, 3.0)
         ),
+        *(Holds(torch.tensor([0.0, number]).to_sparse()) for number in (2.0, 3.0)),
+        *(Holds(torch.nested.nested_tensor([torch.tensor([number])])) for number in (2.0, 3.0)),
         *(linear_with_attribute(number) for number in (2.0, 3.0)),
         *(Holds({1: number}.get) for number in (2.0, 3.0)),
         *(Holds(scripted(function)) for function in (nn.functional.silu, nn.functional.mish)),
