@@ -33,6 +33,7 @@ from .plain_attention import plain_attention
 from .shortcuts.decompositions import few_decompositions
 from .shortcuts.rules_by_operator import rules_by_operator
 from .shortcuts.translations import kept_translations
+from .size_arguments import size_arguments
 
 if TYPE_CHECKING:
     import onnx
@@ -111,7 +112,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> list[str]:
     with contextlib.ExitStack() as stack:
         for block in (torch.no_grad(), kept_translations(), _exact_constants(), _no_collection()):
             stack.enter_context(block)
-        for block in (every_expert(), plain_attention()):
+        for block in (every_expert(), plain_attention(), size_arguments()):
             stack.enter_context(block)
         stack.enter_context(rules_by_operator())
         stack.enter_context(_lengths_of_tensors(module))

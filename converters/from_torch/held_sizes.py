@@ -159,7 +159,7 @@ def _tried(src: Artifact, made: Artifact, gate: OutputGate, cases: Sequence[Mapp
             try:
                 differences = compare(outputs, candidate.of(feeds[index]))
             except AccelError as error:
-                found[index] = Trial(failed=one_line(error, 160))
+                found[index] = Trial(failed=one_line(error.__cause__ or error, 160))
                 continue
             results = [output_result(gate.name, case_name(cases[index]), one, gate.limit) for one in differences]
             found[index] = Trial(off=tuple(one for one in results if not one.passed))

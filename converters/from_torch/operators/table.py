@@ -11,8 +11,10 @@ from . import (
     exact_integers,
     integers,
     linear_systems,
+    losses,
     missing,
     order,
+    overlaps,
     python_functions,
     special,
     stable,
@@ -30,6 +32,8 @@ _TABLES = (
     adaptive_pooling,
     linear_systems,
     vision,
+    overlaps,
+    losses,
 )
 
 
