@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .replaced import Replaced
+from .splits import parts_by_slices
 
 # The threads that export now, with the programs that each of them has decomposed.
 _running: list[tuple[int, list[Any]]] = []
@@ -108,6 +109,8 @@ def _is_unknown(node: Any, known: set[Any]) -> bool:
         return False
     if not isinstance(node.meta.get("val"), torch.Tensor | list | tuple):  # a size, or an assertion
         return False
+    if parts_by_slices(node) is not None:
+        return True
     return operation not in known or (_is_cia_op(operation) and not _check_valid_to_preserve(operation))
 
 
@@ -127,7 +130,7 @@ def _traced(node: Any, table: Mapping[Any, Callable[..., Any]]) -> Any:
 
     leaves, spec = _leaves(node)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Node)]
-    function = table.get(node.target, node.target)
+    function = parts_by_slices(node) or table.get(node.target, node.target)
 
     def call(*values: Any) -> Any:
         whole = list(leaves)
