@@ -41,7 +41,7 @@ STAGES: tuple[Stage, ...] = (
         takes=("torch",),
         gives="onnx",
         packages=("torch", "onnx", "onnxscript"),
-        version=8,
+        version=9,
         proves=True,
     ),
     Stage(
