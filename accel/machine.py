@@ -114,6 +114,11 @@ def available_memory() -> int | None:
     return min(rooms, default=None)
 
 
+def has_nvidia_gpu() -> bool:
+    """Tells whether an NVIDIA driver shows a GPU on this machine."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists()
+
+
 def trim_memory() -> None:
     """Returns freed memory to the system, if the C library has ``malloc_trim`` (as glibc does).
 

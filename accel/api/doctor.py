@@ -10,8 +10,8 @@ from typing import Any
 
 from accel.converters.to_others.saved_model_from_onnx import ONNX2TF
 from accel.errors import install_command
-from accel.machine import available_cores
-from accel.runtimes.base import get_runtime, has_nvidia_gpu
+from accel.machine import available_cores, has_nvidia_gpu
+from accel.runtimes.base import get_runtime
 from accel.tables.target import TARGETS
 from accel.timing.environment import environment
 

@@ -25,7 +25,7 @@ from accel.errors import (
     UsageError,
     ValuesOutOfRange,
 )
-from accel.machine import cpu_limit
+from accel.machine import cpu_limit, has_nvidia_gpu
 from accel.signature import Feeds, IntegerRanges, Signature
 from accel.signature.bounds import free_dims, size_at
 from accel.signature.conditions import Condition, broken
@@ -380,13 +380,6 @@ def form_of(feeds: Feeds) -> list[tuple[str, Any, Any]] | None:
         return [(name, value.dtype, value.shape) for name, value in feeds.items()]
     except AttributeError:
         return None
-
-
-def has_nvidia_gpu() -> bool:
-    """Tells whether an NVIDIA driver shows a GPU on this machine."""
-    from pathlib import Path
-
-    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists()
 
 
 def get_runtime(name: str) -> Runtime:

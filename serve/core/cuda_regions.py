@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from accel.errors import AccelError
-from accel.runtimes.base import has_nvidia_gpu
+from accel.machine import has_nvidia_gpu
 from accel.runtimes.cuda_memory import CudaFailed, CudaRuntime
 
 from ..protocol.inference import Code, ServeError

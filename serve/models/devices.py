@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accel.errors import BadRepository
-from accel.runtimes.base import default_runtime, has_nvidia_gpu
+from accel.machine import has_nvidia_gpu
+from accel.runtimes.base import default_runtime
 
 from ..protocol import messages as proto
 

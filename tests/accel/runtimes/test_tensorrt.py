@@ -331,7 +331,7 @@ def test_without_a_gpu_cuda_says_so() -> None:
     """Checks that cuda-bindings has all CUDA functions and enums that accel uses. Also checks that the error on a
     machine without a GPU gives the reason."""
     pytest.importorskip("cuda.bindings.runtime")
-    from accel.runtimes.base import has_nvidia_gpu
+    from accel.machine import has_nvidia_gpu
 
     if has_nvidia_gpu():
         assert CudaRuntime().capability().count(".") == 1

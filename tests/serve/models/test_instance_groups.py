@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 
 from accel.errors import UsageError
-from accel.runtimes.base import has_nvidia_gpu
+from accel.machine import has_nvidia_gpu
 from accel.serve.models import devices, loading
 from accel.serve.models.pinning import parse_policy
 from accel.serve.models.repository import Repository
