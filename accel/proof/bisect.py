@@ -138,7 +138,8 @@ class Bisection:
         limit: float,
         threads: int = 0,
     ) -> None:
-        from accel.runtimes.onnx_rounded import RoundedModel, inlined
+        from accel.runtimes.onnx_rounded import RoundedModel
+        from accel.sources.onnx.functions import inlined
 
         reference, candidate = inlined(reference), inlined(candidate)
         self.sides = (RoundedModel(reference, threads=threads), RoundedModel(candidate, threads=threads))

@@ -25,6 +25,7 @@ from onnx import TensorProto, numpy_helper
 
 from accel.artifact import Artifact
 from accel.signature import Feeds, numpy_dtype
+from accel.sources.onnx.functions import inlined
 from accel.sources.onnx.weights import read_detached, weight_array
 
 from .base import BaseSession, SessionOptions
@@ -171,16 +172,6 @@ def as_float32(value: np.ndarray) -> np.ndarray:
 
 def _numpy_dtype(kind: int) -> np.dtype[Any]:
     return numpy_dtype("float16" if kind == TensorProto.FLOAT16 else "bfloat16")
-
-
-def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns ``model`` with its local functions inlined."""
-    if not model.functions:
-        return model
-    import onnx.inliner
-
-    flat: onnx.ModelProto = onnx.inliner.inline_local_functions(model)
-    return flat
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, numpy_helper
 
-from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
+from accel.runtimes.onnx_rounded import elem_types, tensor_types
 from accel.signature import numpy_dtype
+from accel.sources.onnx.functions import inlined
 from accel.sources.onnx.weights import rounded
 
 from ..graph.subgraphs import captured

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact, beside
 from accel.child import run_in_child
 from accel.errors import BadInputSpec, ChildCrashed, StageFailed, one_line
-from accel.runtimes.onnx_rounded import inlined
 from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, new_names, numpy_dtype, shapes_of
 from accel.sources.onnx.file import all_nodes, opset_of
+from accel.sources.onnx.functions import inlined
 from accel.sources.onnx.refusal import plain_reason
 from accel.sources.onnx.weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice

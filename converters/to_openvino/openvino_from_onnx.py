@@ -21,7 +21,7 @@ from accel.sources.onnx.file import external_files, read_without_weights
 from accel.spelling import option
 from accel.stage import StageConfig
 
-from ..graph.float64 import refuse_float64
+from ..cast.float64 import refuse_float64
 from ..graph.read_ir import RT_INFO, describe, load_openvino
 from .attention import fuse_attention
 from .reductions import keep_reduced_dims

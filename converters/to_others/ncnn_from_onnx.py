@@ -17,7 +17,7 @@ from accel.signature import Signature
 from accel.sources.onnx.file import read_proto
 from accel.stage import StageConfig
 
-from ..graph.float64 import refuse_float64
+from ..cast.float64 import refuse_float64
 
 # ncnn tensors have at most 4 dims besides the batch dim.
 _MAX_RANK = 5

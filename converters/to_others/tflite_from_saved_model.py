@@ -10,7 +10,7 @@ from accel.progress import report
 from accel.sources.tensorflow.process import require_tensorflow
 from accel.stage import StageConfig
 
-from ..graph.float64 import NO_FLOAT64, float64_end
+from ..cast.float64 import NO_FLOAT64, float64_end
 from .keras2_process import NotTensorFlow, run_with_keras2
 
 

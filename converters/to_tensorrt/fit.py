@@ -16,8 +16,8 @@ from onnx import TensorProto, numpy_helper
 
 from accel.artifact import Artifact
 from accel.errors import StageFailed
-from accel.runtimes.onnx_rounded import inlined
 from accel.sources.onnx.file import read_proto
+from accel.sources.onnx.functions import inlined
 from accel.stage import StageConfig
 
 from ..graph.subgraphs import reads

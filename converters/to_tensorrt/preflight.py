@@ -63,7 +63,8 @@ def preflight(
     the caller has already loaded the model, ``read`` is this model. Raises ``InvalidModel`` if ``path`` is not an ONNX
     file.
     """
-    from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
+    from accel.runtimes.onnx_rounded import elem_types, tensor_types
+    from accel.sources.onnx.functions import inlined
 
     model = inlined(read_proto(path) if read is None else read)
     graph = model.graph
@@ -115,7 +116,7 @@ def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> di
 def known_operators(trt: Any, builder: Any, logger: Any, model: onnx.ModelProto) -> dict[str, bool]:
     """Returns a dict that maps each operator of ``model`` to True if the toolkit's parser knows the operator. A parser
     that knows all operators may still refuse individual nodes."""
-    from accel.runtimes.onnx_rounded import inlined
+    from accel.sources.onnx.functions import inlined
 
     parser = trt.OnnxParser(empty_network(trt, builder), logger)
     names = {node.op_type for node in all_nodes(inlined(model).graph)}

@@ -95,8 +95,8 @@ def _without_float64(src: Artifact) -> Sequence[Step]:
     """
     from accel.converters.to_tensorrt.fit import FitTensorRtConfig
     from accel.converters.to_tensorrt.preflight import computes_in_float64
-    from accel.runtimes.onnx_rounded import inlined
     from accel.sources.onnx.file import read_proto
+    from accel.sources.onnx.functions import inlined
 
     if not computes_in_float64(inlined(read_proto(src.path)).graph):
         return []
