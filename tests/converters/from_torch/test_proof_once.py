@@ -64,8 +64,9 @@ def test_each_shape_runs_once(rung: str, source: Artifact, runs: Counter[tuple[s
     )
     assert set(runs.values()) == {1}
     cases = len(what_both_take(source.signature, made.signature).cases())
-    every = cases + SEEDS[rung] - 1 + 1  # one run has an empty batch
-    assert Counter(kind for kind, _ in runs) == {"torch": every, "onnx": every}
+    every = cases + SEEDS[rung] - 1
+    # The source also runs with an empty batch. Its outputs are empty too, so there is nothing to compare.
+    assert Counter(kind for kind, _ in runs) == {"torch": every + 1, "onnx": every}
     recorded = made.history[-1]["gates"]
     assert len(recorded) == cases + gate.seeds - 1
     assert all(row["passed"] and row["limit"] == gate.limit for row in recorded)
