@@ -22,7 +22,7 @@ class LastWindow(nn.Module):
 
 class Chunks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.relu(chunk) for chunk in x.split(32)])
+        return x + sum(chunk.mean(0) + 1 for chunk in x.split(32))
 
 
 class Sum(nn.Module):
