@@ -175,13 +175,15 @@ def _signature(module: torch.nn.Module) -> inspect.Signature:
     return module.signature() if isinstance(module, Wrapper) else inspect.signature(module.forward)
 
 
-def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[str, Template], dict[str, Any], int]:
+def arguments_of_example(
+    module: torch.nn.Module, example: Any, *, may_be_empty: bool = False
+) -> tuple[dict[str, Template], dict[str, Any], int]:
     """Returns two dicts and a number: one dict maps each parameter to a template of its argument, the other maps names
     to the tensors in the arguments. The number tells how many parameters get their arguments by position.
 
     ``example`` is a tuple of positional arguments, a dict of keyword arguments, both (see ``Arguments``), or a single
     argument, which is a tensor or a dict. Returns empty dicts if ``example`` is None. Raises ``BadInputSpec`` if
-    ``forward`` can't be called with ``example``.
+    ``forward`` can't be called with ``example``, or if ``example`` holds no tensor, unless it ``may_be_empty``.
     """
     if example is None:
         return {}, {}, 0
@@ -214,7 +216,7 @@ def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[st
         except BadFeeds as error:
             raise BadInputSpec(f"the example can't be recorded: {error}") from error
         tensors |= found
-    if not tensors:
+    if not tensors and not may_be_empty:
         raise BadInputSpec("the example holds no tensor; give the arguments of forward, such as example=(x,)")
     return templates, tensors, min(len(args), len(positional))
 

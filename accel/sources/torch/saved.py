@@ -41,7 +41,7 @@ def open_exported_program(path: Path) -> Found:
         ) from error
     args, kwargs = program.example_inputs or ((), {})
     called = _Program(program.module())
-    arguments, tensors, by_position = arguments_of_example(called, Arguments(args, kwargs))
+    arguments, tensors, by_position = arguments_of_example(called, Arguments(args, kwargs), may_be_empty=True)
     module = Called(called, arguments, list(tensors), by_position)
     placeholders = [
         node

@@ -160,6 +160,7 @@ def open_torch(
             **({"encoder_decoder": pair, "part": part} if pair else {}),
             **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
             "files": files,
+            "covers": "attributes",
             "state_sha256": state,
             "code_sha256": code,
             "sha256": sha256,
