@@ -145,11 +145,13 @@ def _source(manifest: Manifest) -> Artifact:
             raise ChainBroken(
                 f"{path} is not the file that the artifact was made from (its sha256 differs); restore the file"
             )
-    # The sha256 that version 0.1.0 recorded leaves out a module's attributes, so only the weights can be compared.
-    name = "sha256" if source.get("covers") == found.source.get("covers") else "state_sha256"
-    if source.get(name) not in (None, found.source.get(name)):
+    # The sha256 that version 0.1.0 recorded leaves out a module's attributes, so only weights and files are compared.
+    alike = source.get("covers") == found.source.get("covers")
+    name = "sha256" if alike else "state_sha256"
+    same_files = alike or [sha256 for _, sha256 in files] == list(now.values())
+    if source.get(name) not in (None, found.source.get(name)) or not same_files:
         raise ChainBroken(f"{spec} makes a different model than the manifest records; restore the original code")
-    if name == "sha256" and found.digest != manifest.stages[0]["input"]:
+    if alike and found.digest != manifest.stages[0]["input"]:
         raise ChainBroken(
             f"{spec} is not the source that the first stage read (its sha256 differs); restore the source"
         )

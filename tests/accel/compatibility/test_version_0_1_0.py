@@ -86,4 +86,4 @@ def test_an_artifact_is_made_again(old: Path, cli: Any) -> None:
     assert ran.code == 0, ran.stderr
     (old / "net.py").write_text((old / "net.py").read_text() + "\n# edited\n")
     ran = cli("reproduce", "net.onnx")
-    assert (ran.code, "is not the file that the artifact was made from" in ran.stderr) == (1, True), ran.stderr
+    assert (ran.code, "restore the original code" in ran.stderr) == (1, True), ran.stderr
