@@ -71,12 +71,16 @@ class Called(torch.nn.Module):
         super().__init__()
         self.module = module
         self.templates = dict(templates)
-        self.names = tuple(names)
+        self.names = self._own_names = tuple(names)
         self.rest = positional_parameters(module)[1]
         self.positional = leading(module, self.templates)[:by_position]
 
+    def rename(self, names: Sequence[str]) -> None:
+        """Gives the tensors other names, in their order."""
+        self.names = tuple(names)
+
     def forward(self, *tensors: torch.Tensor) -> Any:
-        named = dict(zip(self.names, tensors, strict=True))
+        named = dict(zip(self._own_names, tensors, strict=True))
         given = {name: fill(template, named) for name, template in self.templates.items()}
         args = [given.pop(name) for name in self.positional]
         return self.module(*args, *given.pop(self.rest, ()), **given)

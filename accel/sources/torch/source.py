@@ -183,7 +183,10 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
     if artifact.manifest is not None or "sha256" not in artifact.source:  # a stage of accel wrote this file
         digest = artifact.digest
         if digest not in _opened:
-            _opened[digest] = open_exported_program(artifact.path).module
+            module = open_exported_program(artifact.path).module
+            if isinstance(module, Called):  # the stage's program has the signature's inputs in this order
+                module.rename([spec.name for spec in artifact.signature.inputs])
+            _opened[digest] = module
         return _opened[digest]
     sha256 = artifact.source["sha256"]
     if sha256 not in _opened:

@@ -53,6 +53,7 @@ def linear_with_attribute(number: float) -> nn.Module:
     return linear
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_what_counts_as_another_model() -> None:
     """Fails if the hash of a model stays the same although an attribute, a function or a global changed. Also fails if
     the same model gets two hashes."""
