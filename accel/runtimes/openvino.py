@@ -25,7 +25,7 @@ from accel.errors import (
     shortened,
 )
 from accel.machine import trim_memory
-from accel.signature import Feeds, IntegerRanges, TensorSpec, numpy_dtype, shapes_of
+from accel.signature import Bound, Feeds, IntegerRanges, TensorSpec, numpy_dtype, shapes_of
 from accel.signature.decoder import precision_name
 
 from .base import BaseSession, SessionOptions
@@ -54,8 +54,15 @@ _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.
 Steps = Callable[[Feeds], "dict[str, np.ndarray]"]
 
 
+def _within(values: tuple[Bound, Bound] | None, outer: tuple[int, int]) -> bool:
+    """Tells whether a range of plain numbers is within another range."""
+    if values is None or any(isinstance(bound, str) for bound in values):
+        return False
+    return outer[0] <= int(values[0]) and int(values[1]) <= outer[1]
+
+
 def _computes_with(port: Any) -> bool:
-    """Tells whether a graph computes with the integers of an input other than by moving or comparing them."""
+    """Tells whether a graph does more with the integers of an input than move or compare them."""
     waiting, seen = [port], set()
     while waiting:
         for target in waiting.pop().get_target_inputs():
@@ -120,7 +127,9 @@ class OpenVinoSession(BaseSession):
 
     @cached_property
     def _wide(self) -> list[TensorSpec]:
-        return [TensorSpec(one.name, one.dtype, one.shape) for one in self.signature.inputs if one.dtype in _WIDE]
+        """Returns the inputs whose ranges, which ``check_feeds`` compares, don't keep their integers within 24 bits."""
+        wide = [one for one in self.signature.inputs if one.dtype in _WIDE and not _within(one.values, _BITS_24)]
+        return [TensorSpec(one.name, one.dtype, one.shape) for one in wide]
 
     @cached_property
     def _surely_exact(self) -> IntegerRanges:

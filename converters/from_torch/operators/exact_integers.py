@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .opset import operators
+from .opset import ints, operators
 
 # The number of values of one half of an int64. Sums of halves are exact in float64 up to 2^21 elements.
 _HALF = 2**32
@@ -59,10 +59,6 @@ def _core(name: str) -> Callable[..., Any]:
 
     found: Callable[..., Any] = getattr(core, name, None) or getattr(nn, name)
     return found
-
-
-def _ints(*values: int) -> Any:
-    return operators().Constant(value_ints=list(values))
 
 
 def _of_two(comparison: str) -> Callable[..., Any]:
@@ -120,12 +116,11 @@ def _extreme(name: str) -> Callable[..., Any]:
             return op.Identity(x)
         if not _is_int64(x):  # the exporter's own translation of amax requires dims
             reduce = getattr(op, f"Reduce{name}")
-            return reduce(x, _ints(*dims), keepdims=int(keepdim)) if dims else reduce(x, keepdims=int(keepdim))
+            return reduce(x, ints(*dims), keepdims=int(keepdim)) if dims else reduce(x, keepdims=int(keepdim))
         rank = len(x.shape)
         for axis in dims or range(rank):
-            place = getattr(op, f"Arg{name}")(x, axis=axis, keepdims=1)
-            x = op.GatherElements(x, place, axis=axis)
-        return x if keepdim else op.Squeeze(x, _ints(*(dims or range(rank))))
+            x, _ = _extreme_along(name, x, axis)
+        return x if keepdim else op.Squeeze(x, ints(*(dims or range(rank))))
 
     return translated
 
@@ -138,11 +133,17 @@ def _extreme_and_place(name: str) -> Callable[..., Any]:
         if not _is_int64(x) or not x.shape:
             found: tuple[Any, Any] = _core(f"aten_{name.lower()}_dim")(x, dim, keepdim)
             return found
-        place = getattr(op, f"Arg{name}")(x, axis=dim, keepdims=1)
-        value = op.GatherElements(x, place, axis=dim)
-        return (value, place) if keepdim else (op.Squeeze(value, _ints(dim)), op.Squeeze(place, _ints(dim)))
+        value, place = _extreme_along(name, x, dim)
+        return (value, place) if keepdim else (op.Squeeze(value, ints(dim)), op.Squeeze(place, ints(dim)))
 
     return translated
+
+
+def _extreme_along(name: str, x: Any, axis: int) -> tuple[Any, Any]:
+    """Returns the extreme along an axis and its index. Keeps the axis with the size 1."""
+    op = operators()
+    place = getattr(op, f"Arg{name}")(x, axis=axis, keepdims=1)
+    return op.GatherElements(x, place, axis=axis), place
 
 
 def _sum_of_all(x: Any, *, dtype: int = -1) -> Any:
@@ -154,7 +155,7 @@ def _sum(x: Any, dim: Sequence[int] | int | None = None, keepdim: bool = False, 
     op = operators()
     if not x.shape or not _is_int64(x) or dtype not in (-1, None, 7) or _is_small(x):
         return _core("aten_sum_dim_IntList")(x, dim or None, keepdim, dtype)
-    axes = [] if not dim and dim != 0 else [_ints(*([dim] if isinstance(dim, int) else dim))]
+    axes = [] if not dim and dim != 0 else [ints(*([dim] if isinstance(dim, int) else dim))]
     half = op.Constant(value_int=_HALF)
     upper = op.Div(x, half)
     lower = op.Sub(x, op.Mul(upper, half))
@@ -176,9 +177,8 @@ def _product_of_all(x: Any, *, dtype: int = -1) -> Any:
 
 
 def _product_along(x: Any, dim: int, keepdim: bool = False, *, dtype: int = -1) -> Any:
-    op = operators()
-    found = _product(op.Identity(x) if not x.shape else x, [dim], dtype)
-    return op.Unsqueeze(found, _ints(dim)) if keepdim and x.shape else found
+    found = _product(x, [dim], dtype)
+    return operators().Unsqueeze(found, ints(dim)) if keepdim and x.shape else found
 
 
 def _product(x: Any, dims: Sequence[int] | None, dtype: int = -1) -> Any:
@@ -188,17 +188,17 @@ def _product(x: Any, dims: Sequence[int] | None, dtype: int = -1) -> Any:
     if not x.shape:
         return op.Identity(x) if dtype in (-1, None) else op.Cast(x, to=dtype)
     if not x.dtype.is_integer() or dtype not in (-1, None, 7):
-        found = op.ReduceProd(x, keepdims=0) if dims is None else op.ReduceProd(x, _ints(*dims), keepdims=0)
+        found = op.ReduceProd(x, keepdims=0) if dims is None else op.ReduceProd(x, ints(*dims), keepdims=0)
         return found if dtype in (-1, None) else op.Cast(found, to=dtype)
     wide, rank = op.Cast(x, to=7), len(x.shape)
     axes = [axis % rank for axis in (range(rank) if dims is None else dims)]
     zero, one = _numbers(0), _numbers(1)
     for axis in axes:
         shape = op.Shape(wide)
-        sizes = [op.Slice(shape, _ints(at), _ints(at + 1)) if at != axis else _ints(1) for at in range(rank)]
+        sizes = [op.Slice(shape, ints(at), ints(at + 1)) if at != axis else ints(1) for at in range(rank)]
         start = op.ConstantOfShape(op.Concat(*sizes, axis=0), value=one)
         wide = op.ScatterElements(start, op.ConstantOfShape(shape, value=zero), wide, axis=axis, reduction="mul")
-    return op.Squeeze(wide, _ints(*axes))
+    return op.Squeeze(wide, ints(*axes))
 
 
 def _numbers(value: int) -> Any:

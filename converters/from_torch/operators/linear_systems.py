@@ -8,7 +8,7 @@ from typing import Any
 
 from accel.errors import ExportFailed
 
-from .opset import operators
+from .opset import ints, operators
 
 # The largest number of rows of a matrix. The graph has some 20 nodes for each row.
 _LARGEST = 32
@@ -25,7 +25,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         aten.inverse.default: _inverse,
         aten.linalg_solve_triangular.default: _solve_triangular,
         aten.cholesky.default: _cholesky,
-        aten.linalg_cholesky.default: _linalg_cholesky,
+        aten.linalg_cholesky.default: _cholesky,
         aten.linalg_cholesky_ex.default: _cholesky_and_info,
         aten.cholesky_solve.default: _solve_by_factor,
         aten.cholesky_inverse.default: _inverse_by_factor,
@@ -49,9 +49,14 @@ def _solved(a: Any, b: Any, rows: int, ranks: tuple[int, int], left: bool) -> An
 
 
 def _inverse(a: Any) -> Any:
-    op, rows = operators(), _rows(a)
-    unit = op.EyeLike(op.ConstantOfShape(op.Constant(value_ints=[rows, rows])))
-    return _eliminated(a, op.CastLike(unit, a), rows)
+    rows = _rows(a)
+    return _eliminated(a, _unit_like(a, rows), rows)
+
+
+def _unit_like(a: Any, rows: int) -> Any:
+    """Returns the unit matrix in the dtype of ``a``."""
+    op = operators()
+    return op.CastLike(op.EyeLike(op.ConstantOfShape(ints(rows, rows))), a)
 
 
 def _solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
@@ -60,8 +65,8 @@ def _solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitria
     op, rows = operators(), _rows(a)
     triangle = op.Trilu(a, upper=int(upper))
     if unitriangular:
-        unit = op.EyeLike(op.ConstantOfShape(op.Constant(value_ints=[rows, rows])))
-        triangle = op.Where(op.Cast(unit, to=9), op.CastLike(op.Constant(value_float=1.0), a), triangle)
+        unit = _unit_like(a, rows)
+        triangle = op.Where(op.Cast(unit, to=9), unit, triangle)
     return _solved(triangle, b, rows, (len(a.shape), len(b.shape)), left)
 
 
@@ -71,11 +76,11 @@ def _cholesky(a: Any, upper: bool = False) -> Any:
     op, rows, rank = operators(), _rows(a), len(a.shape)
     if upper:
         a = _transposed(a, rank)
-    zero, one_before, last = op.CastLike(op.Constant(value_float=0.0), a), *_ints([-2], [-1])
+    zero, one_before, last = op.CastLike(op.Constant(value_float=0.0), a), ints(-2), ints(-1)
     numbers = op.Unsqueeze(op.Constant(value_ints=list(range(rows))), last)
     columns = []
     for i in range(rows):
-        here, following = _ints([i], [i + 1])
+        here, following = ints(i), ints(i + 1)
         column = op.Slice(a, here, following, last)
         column = op.Div(column, op.Sqrt(op.Slice(column, here, following, one_before)))
         columns.append(op.Where(op.Less(numbers, here), zero, column))
@@ -83,10 +88,6 @@ def _cholesky(a: Any, upper: bool = False) -> Any:
             a = op.Sub(a, op.MatMul(columns[-1], _transposed(columns[-1], rank)))
     found = op.Concat(*columns, axis=-1)
     return _transposed(found, rank) if upper else found
-
-
-def _linalg_cholesky(a: Any, *, upper: bool = False) -> Any:
-    return _cholesky(a, upper)
 
 
 def _cholesky_and_info(a: Any, *, upper: bool = False, **_: Any) -> tuple[Any, Any]:
@@ -105,10 +106,9 @@ def _solve_by_factor(b: Any, factor: Any, upper: bool = False) -> Any:
 
 def _inverse_by_factor(factor: Any, upper: bool = False) -> Any:
     """Returns the inverse of L·L^T for a Cholesky factor, which is L, or L^T if ``upper`` is true."""
-    op, rows = operators(), _rows(factor)
+    rows = _rows(factor)
     lower, higher = _factors(factor, upper)
-    unit = op.CastLike(op.EyeLike(op.ConstantOfShape(op.Constant(value_ints=[rows, rows]))), factor)
-    return _eliminated(higher, _eliminated(lower, unit, rows), rows)
+    return _eliminated(higher, _eliminated(lower, _unit_like(factor, rows), rows), rows)
 
 
 def _factors(factor: Any, upper: bool) -> tuple[Any, Any]:
@@ -116,10 +116,6 @@ def _factors(factor: Any, upper: bool) -> tuple[Any, Any]:
     triangle = operators().Trilu(factor, upper=int(upper))
     other = _transposed(triangle, len(factor.shape))
     return (other, triangle) if upper else (triangle, other)
-
-
-def _ints(*values: list[int]) -> list[Any]:
-    return [operators().Constant(value_ints=value) for value in values]
 
 
 def _rows(a: Any) -> int:

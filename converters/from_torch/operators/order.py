@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .opset import operators
+from .opset import count_up_to, operators
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -61,8 +61,8 @@ def _median_of_numbers_along(x: Any, dim: int, keepdim: bool = False) -> tuple[A
 
 
 def _middle_number(x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
-    """Computes the median of floats along a dim except NaN. Of NaN alone, the median is NaN. TopK sorts infinity in the
-    place of NaN."""
+    """Computes the median of floats along a dim except NaN. Returns NaN if all elements are NaN. Puts infinity in the
+    place of NaN, so that TopK sorts it to the end."""
     op = operators()
     axes, one = op.Constant(value_ints=[dim]), op.Constant(value_int=1)
     size = op.Shape(x, start=dim, end=dim + 1 or None)
@@ -110,7 +110,7 @@ def _running(comparison: str) -> Callable[..., Any]:
         elements = _dim_last(x, dim)
         numbers = op.Cast(elements, to=6) if x.dtype.is_integer() and x.dtype.bitwidth < 32 else elements
         each, others = op.Unsqueeze(numbers, last), op.Unsqueeze(numbers, one_before)
-        places = op.Range(op.Constant(value_int=0), op.Squeeze(op.Shape(elements, start=-1)), op.Constant(value_int=1))
+        places = count_up_to(op.Shape(elements, start=-1))
         at, other = op.Unsqueeze(places, last), op.Unsqueeze(places, op.Constant(value_ints=[0]))
         # An element is a record if no element before it beats it. The found element is the last record up to a place.
         beats = getattr(op, comparison)(each, others)
@@ -136,7 +136,7 @@ def _running_log_of_sum(x: Any, dim: int) -> Any:
         return op.Identity(x)
     last = op.Constant(value_ints=[-1])
     elements = _dim_last(x, dim)
-    places = op.Range(op.Constant(value_int=0), op.Squeeze(op.Shape(elements, start=-1)), op.Constant(value_int=1))
+    places = count_up_to(op.Shape(elements, start=-1))
     earlier = op.LessOrEqual(op.Unsqueeze(places, op.Constant(value_ints=[0])), op.Unsqueeze(places, last))
     zero, nothing = (op.CastLike(op.Constant(value_float=value), x) for value in (0.0, float("-inf")))
     summed = op.Where(earlier, op.Unsqueeze(elements, op.Constant(value_ints=[-2])), nothing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .opset import operators
+from .opset import count_up_to, operators
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -32,7 +32,7 @@ def _sum_of_windows(windows: Any, input_size: Sequence[Any], dim: int, size: int
         op.Transpose(windows, perm=[dim, rank, *others]),
         op.Concat(op.Mul(count, op.Constant(value_ints=[size])), op.Constant(value_ints=[-1]), axis=0),
     )
-    begins = op.Mul(_numbers(op.Squeeze(count)), op.Constant(value_int=step))
+    begins = op.Mul(count_up_to(count), op.Constant(value_int=step))
     places = op.Add(op.Unsqueeze(begins, op.Constant(value_ints=[1])), op.Constant(value_ints=list(range(size))))
     width = op.Shape(rows, start=1, end=2)
     zeros = op.Expand(op.CastLike(op.Constant(value_float=0.0), windows), op.Concat(length, width, axis=0))
@@ -43,8 +43,3 @@ def _sum_of_windows(windows: Any, input_size: Sequence[Any], dim: int, size: int
     for place, axis in enumerate([dim, *others]):
         order[axis] = place
     return op.Transpose(found, perm=order)
-
-
-def _numbers(count: Any) -> Any:
-    op = operators()
-    return op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
