@@ -7,6 +7,7 @@ gate of each stage, and when its candidates are judged.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 29
 _kept: OrderedDict[Run, dict[str, np.ndarray]] = OrderedDict()
+_lock = threading.Lock()  # threads can export at the same time
 
 
 class Run(NamedTuple):
@@ -37,22 +39,25 @@ class Run(NamedTuple):
 
 def find(run: Run) -> dict[str, np.ndarray] | None:
     """Returns the outputs of ``run``, or None if they aren't kept."""
-    if run in _kept:
-        _kept.move_to_end(run)
-    return _kept.get(run)
+    with _lock:
+        if run in _kept:
+            _kept.move_to_end(run)
+        return _kept.get(run)
 
 
 def keep(run: Run, outputs: dict[str, np.ndarray]) -> None:
     """Keeps ``outputs``. Drops the oldest outputs if all kept outputs take more than 512 MiB."""
-    _kept[run] = outputs
-    while sum(value.nbytes for kept in _kept.values() for value in kept.values()) > _MOST_BYTES:
-        _kept.popitem(last=False)
+    with _lock:
+        _kept[run] = outputs
+        while sum(value.nbytes for kept in _kept.values() for value in kept.values()) > _MOST_BYTES:
+            _kept.popitem(last=False)
 
 
 def rename(model: str, digest: str, names: Sequence[str]) -> None:
     """Keeps the outputs of the model that was called ``model`` until its sha256 ``digest`` was known. ``names`` are the
     names of the outputs, in order."""
-    for run in [run for run in _kept if run.model == model]:
-        outputs = _kept.pop(run)
-        if len(outputs) == len(names):
-            _kept[run._replace(model=digest)] = dict(zip(names, outputs.values(), strict=True))
+    with _lock:
+        for run in [run for run in _kept if run.model == model]:
+            outputs = _kept.pop(run)
+            if len(outputs) == len(names):
+                _kept[run._replace(model=digest)] = dict(zip(names, outputs.values(), strict=True))

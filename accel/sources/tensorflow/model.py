@@ -53,8 +53,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     made = tflite.load(spec) if spec.form == "tflite" else forms.load(spec)
     _loaded[spec] = (stamp, made)
-    while len(_loaded) > _KEPT:
-        _loaded.pop(next(iter(_loaded)))
+    for oldest in list(_loaded)[:-_KEPT]:
+        _loaded.pop(oldest, None)  # another thread may have dropped it
     return made
 
 

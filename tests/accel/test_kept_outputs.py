@@ -1,0 +1,39 @@
+"""Tests the outputs that are kept in memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from accel import kept_outputs
+from accel.kept_outputs import Run
+
+
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """Lets threads take turns after almost every bytecode, so that a race shows."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def test_threads_share_the_kept_outputs(monkeypatch: pytest.MonkeyPatch, eager_threads: None) -> None:
+    """Fails if a thread changes the kept outputs while another thread counts their bytes or renames a model. Then one
+    of two exports that run at the same time ended with a RuntimeError."""
+    monkeypatch.setattr(kept_outputs, "_kept", type(kept_outputs._kept)())
+
+    def keep(thread: int) -> list[float]:
+        runs = [Run(f"model {thread}", "torch", f"{index}") for index in range(60)]
+        for index, run in enumerate(runs):
+            kept_outputs.keep(run, {"first": np.float64(index).reshape(1)})
+        kept_outputs.rename(f"model {thread}", f"digest {thread}", ["output"])
+        found = [kept_outputs.find(run._replace(model=f"digest {thread}")) for run in runs]
+        return [outputs["output"][0] for outputs in found if outputs]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(keep, range(4))) == [list(range(60))] * 4
