@@ -55,7 +55,7 @@ Steps = Callable[[Feeds], "dict[str, np.ndarray]"]
 
 
 def _within(values: tuple[Bound, Bound] | None, outer: tuple[int, int]) -> bool:
-    """Tells whether a range of plain numbers is within another range."""
+    """Tells whether the range ``values`` lies within ``outer``. Returns False if a bound depends on a dim."""
     if values is None or any(isinstance(bound, str) for bound in values):
         return False
     return outer[0] <= int(values[0]) and int(values[1]) <= outer[1]
@@ -127,7 +127,8 @@ class OpenVinoSession(BaseSession):
 
     @cached_property
     def _wide(self) -> list[TensorSpec]:
-        """Returns the inputs whose ranges, which ``check_feeds`` compares, don't keep their integers within 24 bits."""
+        """Returns the inputs whose integers may need more than 24 bits. ``check_feeds`` keeps the integers of the other
+        inputs within their ranges."""
         wide = [one for one in self.signature.inputs if one.dtype in _WIDE and not _within(one.values, _BITS_24)]
         return [TensorSpec(one.name, one.dtype, one.shape) for one in wide]
 

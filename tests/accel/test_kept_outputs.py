@@ -23,8 +23,8 @@ def eager_threads() -> Iterator[None]:
 
 
 def test_threads_share_the_kept_outputs(monkeypatch: pytest.MonkeyPatch, eager_threads: None) -> None:
-    """Fails if a thread changes the kept outputs while another thread counts their bytes or renames a model. Then one
-    of two exports that run at the same time ended with a RuntimeError."""
+    """Fails if a thread changes the kept outputs while another thread counts their bytes or renames a model. Such a
+    change ended one of two exports with a RuntimeError."""
     monkeypatch.setattr(kept_outputs, "_kept", type(kept_outputs._kept)())
 
     def keep(thread: int) -> list[float]:

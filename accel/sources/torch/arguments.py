@@ -76,7 +76,7 @@ class Called(torch.nn.Module):
         self.positional = leading(module, self.templates)[:by_position]
 
     def rename(self, names: Sequence[str]) -> None:
-        """Gives the tensors other names, in their order."""
+        """Renames the tensors. ``names`` has the order of the old names."""
         self.names = tuple(names)
 
     def forward(self, *tensors: torch.Tensor) -> Any:

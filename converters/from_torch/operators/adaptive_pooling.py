@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
-from .opset import operators
+from .opset import ints, operators
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -41,7 +41,7 @@ def _averages(x: Any, output_size: Sequence[Any]) -> Any:
     left = {axis: size for axis, size in wanted.items() if not _is_size_of(size, x, axis)}
     whole = [axis for axis, size in left.items() if isinstance(size, int) and size == 1]
     if whole:
-        x = op.ReduceMean(x, op.Constant(value_ints=[axis - rank for axis in whole]), keepdims=1)
+        x = op.ReduceMean(x, ints(*(axis - rank for axis in whole)), keepdims=1)
     even = [axis for axis in left if axis not in whole and _divides(left[axis], sizes[axis])]
     if even and rank == 2 + len(wanted):
         windows = [sizes[axis] // wanted[axis] if axis in even else 1 for axis in wanted]
@@ -66,8 +66,8 @@ def _averaged_along(x: Any, axis: int, rank: int, wanted: Any) -> Any:
     places = op.Range(integer(0), count, one)
     first = op.Div(op.Mul(places, size), count)
     end = op.Div(op.Add(op.Mul(op.Add(places, one), size), op.Sub(count, one)), count)
-    first, end = op.Unsqueeze(first, op.Constant(value_ints=[0])), op.Unsqueeze(end, op.Constant(value_ints=[0]))
-    column = op.Unsqueeze(op.Range(integer(0), size, one), op.Constant(value_ints=[1]))
+    first, end = op.Unsqueeze(first, ints(0)), op.Unsqueeze(end, ints(0))
+    column = op.Unsqueeze(op.Range(integer(0), size, one), ints(1))
     inside = op.And(op.GreaterOrEqual(column, first), op.Less(column, end))
     # The matrix has a row for each value of ``x`` and a column for each average.
     matrix = op.Div(op.CastLike(inside, x), op.CastLike(op.Sub(end, first), x))
@@ -90,14 +90,14 @@ def _maxima(x: Any, output_size: Sequence[Any]) -> tuple[Any, Any]:
         raise NotImplementedError(f"adaptive max pooling to the sizes {output_size} of the graph")
     axes = list(range(len(x.shape) - len(output_size), len(x.shape)))
     sizes, leading = op.Shape(x, start=axes[0]), op.Shape(x, start=0, end=axes[0])
-    wanted, flat = op.Constant(value_ints=[*output_size]), op.Concat(leading, op.Constant(value_ints=[-1]), axis=0)
+    wanted, flat = ints(*output_size), op.Concat(leading, ints(-1), axis=0)
     maxima, places = [], []
     for window in product(*map(range, output_size)):
-        first = op.Div(op.Mul(op.Constant(value_ints=[*window]), sizes), wanted)
-        after = op.Mul(op.Constant(value_ints=[place + 1 for place in window]), sizes)
-        end = op.Div(op.Add(after, op.Constant(value_ints=[size - 1 for size in output_size])), wanted)
-        values = op.Reshape(op.Slice(x, first, end, op.Constant(value_ints=axes)), flat)
-        maxima.append(op.ReduceMax(values, op.Constant(value_ints=[-1]), keepdims=1))
+        first = op.Div(op.Mul(ints(*window), sizes), wanted)
+        after = op.Mul(ints(*(place + 1 for place in window)), sizes)
+        end = op.Div(op.Add(after, ints(*(size - 1 for size in output_size))), wanted)
+        values = op.Reshape(op.Slice(x, first, end, ints(*axes)), flat)
+        maxima.append(op.ReduceMax(values, ints(-1), keepdims=1))
         place = op.ArgMax(values, axis=-1, keepdims=1)
         places.append(_place_outside(place, first, op.Sub(end, first), sizes, len(axes)))
     shape = op.Concat(leading, wanted, axis=0)
@@ -108,9 +108,9 @@ def _place_outside(place: Any, first: Any, window: Any, sizes: Any, rank: int) -
     """Returns the flat place in ``rank`` dims of ``sizes`` of the flat ``place`` in a window that begins at
     ``first``."""
     op = operators()
-    found, step = op.Constant(value_ints=[0]), op.Constant(value_ints=[1])
+    found, step = ints(0), ints(1)
     for axis in reversed(range(rank)):
-        at = op.Constant(value_ints=[axis])
+        at = ints(axis)
         length = op.Gather(window, at)
         found = op.Add(found, op.Mul(op.Add(op.Mod(place, length), op.Gather(first, at)), step))
         place, step = op.Div(place, length), op.Mul(step, op.Gather(sizes, at))

@@ -35,7 +35,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 def _solve(a: Any, b: Any, left: bool = True) -> Any:
     """Returns x with a·x = b, or x·a = b if ``left`` is false. ``b`` may hold a vector for each matrix."""
     op, rows = operators(), _rows(a)
-    last = op.Constant(value_ints=[-1])
+    last = ints(-1)
     if len(b.shape) == 1 or (len(b.shape) == len(a.shape) - 1 and list(b.shape) == list(a.shape[:-1])):
         return op.Squeeze(_eliminated(a, op.Unsqueeze(b, last), rows), last)
     return _solved(a, b, rows, (len(a.shape), len(b.shape)), left)
@@ -77,7 +77,7 @@ def _cholesky(a: Any, upper: bool = False) -> Any:
     if upper:
         a = _transposed(a, rank)
     zero, one_before, last = op.CastLike(op.Constant(value_float=0.0), a), ints(-2), ints(-1)
-    numbers = op.Unsqueeze(op.Constant(value_ints=list(range(rows))), last)
+    numbers = op.Unsqueeze(ints(*range(rows)), last)
     columns = []
     for i in range(rows):
         here, following = ints(i), ints(i + 1)
@@ -136,21 +136,21 @@ def _eliminated(a: Any, b: Any, rows: int) -> Any:
     """Returns x with a·x = b by Gauss-Jordan elimination with partial pivoting (Golub and Van Loan, Matrix
     Computations, section 3.4)."""
     op = operators()
-    last, one = op.Constant(value_ints=[-1]), op.Constant(value_ints=[1])
-    numbers = op.Constant(value_ints=list(range(rows)))
+    last, one = ints(-1), ints(1)
+    numbers = ints(*range(rows))
 
     def column(x: Any, number: int) -> Any:
-        return op.Slice(x, op.Constant(value_ints=[number]), op.Constant(value_ints=[number + 1]), last)
+        return op.Slice(x, ints(number), ints(number + 1), last)
 
     def row(x: Any, number: int) -> Any:
-        axis = op.Constant(value_ints=[-2])
-        return op.Slice(x, op.Constant(value_ints=[number]), op.Constant(value_ints=[number + 1]), axis)
+        axis = ints(-2)
+        return op.Slice(x, ints(number), ints(number + 1), axis)
 
     for i in range(rows):
-        here = op.Constant(value_ints=[i])
+        here = ints(i)
         if i < rows - 1:
             # The row with the largest number in column i, among the rows from i on, changes places with row i.
-            below = op.Slice(column(a, i), here, op.Constant(value_ints=[rows]), op.Constant(value_ints=[-2]))
+            below = op.Slice(column(a, i), here, ints(rows), ints(-2))
             largest = op.Add(op.Squeeze(op.ArgMax(op.Abs(below), axis=-2, keepdims=1), last), here)
             order = op.Where(op.Equal(numbers, here), largest, op.Where(op.Equal(numbers, largest), here, numbers))
             swap = op.CastLike(op.Equal(op.Unsqueeze(order, last), numbers), a)

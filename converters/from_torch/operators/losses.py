@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .opset import operators
+from .opset import ints, operators
 
 # PyTorch's numbers for the reductions.
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -39,10 +39,10 @@ def _cross_entropy(
     classes = op.CastLike(op.Shape(x, start=axis, end=axis + 1), x)
     logs = op.LogSoftmax(x, axis=axis)
     if weight is not None:
-        logs = op.Mul(logs, op.Reshape(weight, op.Constant(value_ints=[-1, *[1] * (len(x.shape) - axis - 1)])))
+        logs = op.Mul(logs, op.Reshape(weight, ints(-1, *[1] * (len(x.shape) - axis - 1))))
     share = op.Div(op.CastLike(op.Constant(value_float=label_smoothing), x), classes)
     rest = op.CastLike(op.Constant(value_float=1 - label_smoothing), x)
-    over = op.Constant(value_ints=[axis])
+    over = ints(axis)
     if not by_index:
         wanted = op.Add(op.Mul(target, rest), share)
         loss = op.Neg(op.ReduceSum(op.Mul(logs, wanted), over, keepdims=0))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .opset import operators
+from .opset import ints, operators
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -59,7 +59,7 @@ def _squeeze(x: Any, dim: int | Sequence[int]) -> Any:
     op, rank = operators(), len(x.shape)
     axes = [axis % rank for axis in (dim if isinstance(dim, Sequence) else [dim])] if rank else []
     axes = [axis for axis in axes if x.shape[axis] == 1]
-    return op.Squeeze(x, op.Constant(value_ints=axes)) if axes else op.Identity(x)
+    return op.Squeeze(x, ints(*axes)) if axes else op.Identity(x)
 
 
 def _hypotenuse(x: Any, y: Any) -> Any:
@@ -178,7 +178,7 @@ def _distances(x: Any, y: Any, p: float, *_: Any) -> Any:
     """Computes the p-norm of the difference of each row of ``x`` and each row of ``y``. The memory is the product of
     both numbers of rows and the number of columns."""
     op = operators()
-    last, differences = op.Constant(value_ints=[-1]), _differences(x, y)
+    last, differences = ints(-1), _differences(x, y)
     if p == 0:
         zero = op.CastLike(op.Constant(value_float=0.0), x)
         return op.ReduceSum(op.CastLike(op.Not(op.Equal(differences, zero)), x), last, keepdims=0)
@@ -194,7 +194,7 @@ def _distances(x: Any, y: Any, p: float, *_: Any) -> Any:
 
 def _differences(x: Any, y: Any) -> Any:
     op = operators()
-    each, others = op.Unsqueeze(x, op.Constant(value_ints=[-2])), op.Unsqueeze(y, op.Constant(value_ints=[-3]))
+    each, others = op.Unsqueeze(x, ints(-2)), op.Unsqueeze(y, ints(-3))
     return op.Abs(op.Sub(each, others))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .opset import count_up_to, operators
+from .opset import count_up_to, ints, operators
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -32,7 +32,7 @@ def _median(x: Any) -> Any:
     """Computes the median of all elements. If two elements are in the middle, returns the lower element."""
     op = operators()
 
-    values, _ = _median_along(op.Reshape(x, op.Constant(value_ints=[-1])), 0)
+    values, _ = _median_along(op.Reshape(x, ints(-1)), 0)
     return values
 
 
@@ -42,7 +42,7 @@ def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     op = operators()
 
     size = op.Shape(x, start=dim, end=dim + 1 or None)
-    half = op.Div(op.Add(size, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
+    half = op.Div(op.Add(size, ints(1)), ints(2))
     return _smallest(x, half, dim, keepdim)
 
 
@@ -50,7 +50,7 @@ def _median_of_numbers(x: Any) -> Any:
     """Computes the median of all elements except NaN."""
     op = operators()
 
-    flat = op.Reshape(x, op.Constant(value_ints=[-1]))
+    flat = op.Reshape(x, ints(-1))
     values, _ = _median_along(flat, 0) if x.dtype.is_integer() else _middle_number(flat, 0, keepdim=False)
     return values
 
@@ -64,7 +64,7 @@ def _middle_number(x: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     """Computes the median of floats along a dim except NaN. Returns NaN if all elements are NaN. Puts infinity in the
     place of NaN, so that TopK sorts it to the end."""
     op = operators()
-    axes, one = op.Constant(value_ints=[dim]), op.Constant(value_int=1)
+    axes, one = ints(dim), op.Constant(value_int=1)
     size = op.Shape(x, start=dim, end=dim + 1 or None)
     missing = op.IsNaN(x)
     count = op.ReduceSum(op.Cast(op.Not(missing), to=7), axes, keepdims=1)
@@ -82,9 +82,9 @@ def _most_frequent(x: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, A
     """Finds the most frequent value along a dim, and its last index. Of equally frequent values, takes the smallest.
     Compares each element with each other, so the memory is the square of the size."""
     op = operators()
-    last = op.Constant(value_ints=[-1])
+    last = ints(-1)
     elements = _dim_last(x, dim)
-    equal = op.Equal(op.Unsqueeze(elements, last), op.Unsqueeze(elements, op.Constant(value_ints=[-2])))
+    equal = op.Equal(op.Unsqueeze(elements, last), op.Unsqueeze(elements, ints(-2)))
     counts = op.ReduceSum(op.Cast(equal, to=7), last, keepdims=0)
     often = op.Equal(counts, op.ReduceMax(counts, last, keepdims=1))
     ordered, order = op.TopK(elements, op.Shape(elements, start=-1), axis=-1, largest=0, sorted=1)
@@ -93,7 +93,7 @@ def _most_frequent(x: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, A
     indices = op.ArgMax(op.Cast(op.Equal(elements, values), to=7), axis=-1, keepdims=1, select_last_index=1)
     found = [_dim_back(one, dim, len(x.shape)) for one in (values, indices)]
     if not keepdim:
-        found = [op.Squeeze(one, op.Constant(value_ints=[dim])) for one in found]
+        found = [op.Squeeze(one, ints(dim)) for one in found]
     return found[0], found[1]
 
 
@@ -106,12 +106,12 @@ def _running(comparison: str) -> Callable[..., Any]:
         op = operators()
         if not x.shape:
             return op.Identity(x), op.Constant(value_int=0)
-        last, one_before = op.Constant(value_ints=[-1]), op.Constant(value_ints=[-2])
+        last, one_before = ints(-1), ints(-2)
         elements = _dim_last(x, dim)
         numbers = op.Cast(elements, to=6) if x.dtype.is_integer() and x.dtype.bitwidth < 32 else elements
         each, others = op.Unsqueeze(numbers, last), op.Unsqueeze(numbers, one_before)
         places = count_up_to(op.Shape(elements, start=-1))
-        at, other = op.Unsqueeze(places, last), op.Unsqueeze(places, op.Constant(value_ints=[0]))
+        at, other = op.Unsqueeze(places, last), op.Unsqueeze(places, ints(0))
         # An element is a record if no element before it beats it. The found element is the last record up to a place.
         beats = getattr(op, comparison)(each, others)
         if not x.dtype.is_integer():
@@ -134,12 +134,12 @@ def _running_log_of_sum(x: Any, dim: int) -> Any:
     op = operators()
     if not x.shape:
         return op.Identity(x)
-    last = op.Constant(value_ints=[-1])
+    last = ints(-1)
     elements = _dim_last(x, dim)
     places = count_up_to(op.Shape(elements, start=-1))
-    earlier = op.LessOrEqual(op.Unsqueeze(places, op.Constant(value_ints=[0])), op.Unsqueeze(places, last))
+    earlier = op.LessOrEqual(op.Unsqueeze(places, ints(0)), op.Unsqueeze(places, last))
     zero, nothing = (op.CastLike(op.Constant(value_float=value), x) for value in (0.0, float("-inf")))
-    summed = op.Where(earlier, op.Unsqueeze(elements, op.Constant(value_ints=[-2])), nothing)
+    summed = op.Where(earlier, op.Unsqueeze(elements, ints(-2)), nothing)
     largest = op.ReduceMax(summed, last, keepdims=1)
     largest = op.Where(op.IsInf(largest), zero, largest)
     found = op.Log(op.ReduceSum(op.Exp(op.Sub(summed, largest)), last, keepdims=0))
@@ -162,9 +162,7 @@ def _dim_back(x: Any, dim: int, rank: int) -> Any:
 
 def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
     """Computes the k-th smallest element along a dim, and the index of the element."""
-    op = operators()
-
-    return _smallest(x, op.Constant(value_ints=[k]), dim, keepdim)
+    return _smallest(x, ints(k), dim, keepdim)
 
 
 def _stable_sort(x: Any, dim: int = -1, descending: bool = False, **_: Any) -> tuple[Any, Any]:
@@ -181,7 +179,7 @@ def _smallest(x: Any, k: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     """Returns the largest of the ``k`` smallest elements along a dim, and the index of the element."""
     op = operators()
 
-    last = op.Constant(value_ints=[-1]) if keepdim else op.Constant(value_int=-1)
+    last = ints(-1) if keepdim else op.Constant(value_int=-1)
     values, indices = op.TopK(x, k, axis=dim, largest=0, sorted=1)
     return op.Gather(values, last, axis=dim), op.Gather(indices, last, axis=dim)
 
@@ -200,7 +198,7 @@ def _places_in_sorted(
     if sorter is not None:
         raise NotImplementedError("searchsorted with a sorter")
     op = operators()
-    before_last, last = op.Constant(value_ints=[-2]), op.Constant(value_ints=[-1])
+    before_last, last = ints(-2), ints(-1)
     numbers = op.Unsqueeze(sorted_sequence, before_last) if len(sorted_sequence.shape) > 1 else sorted_sequence
     each = op.Unsqueeze(values, last)
     after = op.Greater(numbers, each) if right or side == "right" else op.GreaterOrEqual(numbers, each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .opset import count_up_to, operators
+from .opset import count_up_to, ints, operators
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -25,18 +25,18 @@ def _sum_of_windows(windows: Any, input_size: Sequence[Any], dim: int, size: int
     rank = len(input_size)
     dim %= rank
     others = [axis for axis in range(rank) if axis != dim]
-    one = op.Constant(value_ints=[-1])
+    one = ints(-1)
     length = op.Reshape(op.Constant(value_int=n) if isinstance(n := input_size[dim], int) else n, one)
     count = op.Shape(windows, start=dim, end=dim + 1)
     rows = op.Reshape(
         op.Transpose(windows, perm=[dim, rank, *others]),
-        op.Concat(op.Mul(count, op.Constant(value_ints=[size])), op.Constant(value_ints=[-1]), axis=0),
+        op.Concat(op.Mul(count, ints(size)), ints(-1), axis=0),
     )
     begins = op.Mul(count_up_to(count), op.Constant(value_int=step))
-    places = op.Add(op.Unsqueeze(begins, op.Constant(value_ints=[1])), op.Constant(value_ints=list(range(size))))
+    places = op.Add(op.Unsqueeze(begins, ints(1)), ints(*range(size)))
     width = op.Shape(rows, start=1, end=2)
     zeros = op.Expand(op.CastLike(op.Constant(value_float=0.0), windows), op.Concat(length, width, axis=0))
-    added = op.ScatterND(zeros, op.Reshape(places, op.Constant(value_ints=[-1, 1])), rows, reduction="add")
+    added = op.ScatterND(zeros, op.Reshape(places, ints(-1, 1)), rows, reduction="add")
     kept = [op.Shape(windows, start=axis, end=axis + 1) for axis in others]
     found = op.Reshape(added, op.Concat(length, *kept, axis=0))
     order = [0] * rank

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .opset import operators
+from .opset import ints, operators
 
 # The axes of the keys of an attention, with the last two swapped.
 _SWAPPED = [0, 1, 3, 2]
@@ -82,6 +82,6 @@ def _attention(
     zero, lowest = (op.Constant(value=ir.tensor(number, dtype=query.dtype)) for number in (0.0, float(query.dtype.min)))
     added = op.Where(attn_mask, zero, lowest)
     added.dtype = query.dtype
-    last = op.Constant(value_ints=[-1])
+    last = ints(-1)
     has_key = op.Cast(op.ReduceMax(op.Cast(attn_mask, to=ir.DataType.INT32), last, keepdims=1), to=ir.DataType.BOOL)
     return op.Where(has_key, attend(added), zero)
