@@ -35,7 +35,6 @@ from .evaluation import evaluated
 from .log import LOG, StepLog, beat
 from .optimizer.finite import first_bad, first_overflow
 from .optimizer.master import MasterOptimizer
-from .optimizer.norm import share_of_squares
 from .optimizer.scale import LossScale
 from .optimizer.schedule import Rates
 from .parallel import tensor as tensor_parallel
@@ -202,11 +201,11 @@ class Trainer:
             seen.zero_()
         self.optimizer.collect()
         parameters = self.optimizer.parameters
-        alike = self.built.alike
-        squares = share_of_squares(parameters, ranks.rank, ranks.world) if alike else seen.new_zeros(())
+        holders = ranks.world // (ranks.pp.size() if ranks.pp is not None else 1)
+        squares = self.optimizer.share_of_squares(ranks.rank % holders, holders)
         further = self.built.passes.figures()
-        # One all-reduce sums the loss, the further figures, and the number of ranks that still write a checkpoint. If
-        # all ranks hold the same gradients, the all-reduce also sums each rank's part of the squared norm.
+        # One all-reduce sums all figures, because ranks wait for each other in each all-reduce: the loss, the number of
+        # ranks that still write a checkpoint, the squares of the gradients, and the further figures.
         parts = [seen.new_tensor([self.checkpoints.writing]), squares.to(seen).reshape(1)]
         seen = torch.cat((seen, *parts, *(value.to(seen).reshape(1) for value in further.values())))
         if ranks.world > 1:
@@ -222,8 +221,7 @@ class Trainer:
             tensor_parallel.check_replicated(
                 zip(self.optimizer.names, parameters, strict=True), ranks.tp, self.optimizer.value
             )
-        stages = ranks.pp.get_group() if ranks.pp is not None else None
-        norm = (math.sqrt(square) if alike else float(self.optimizer.gradient_norm(stages))) * back
+        norm = math.sqrt(square) * back
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
         if not finite:

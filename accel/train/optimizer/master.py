@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +17,7 @@ from ..disk.gradients import Gradients
 from ..disk.store import Disk
 from ..precision.modes import keeps_master
 from .make import FACTOR, make
-from .norm import gradient_norm, scale_gradients
+from .norm import scale_gradients, share_of_squares
 
 
 class MasterOptimizer:
@@ -70,9 +69,10 @@ class MasterOptimizer:
         if self.gradients is not None:
             self.gradients.give()
 
-    def gradient_norm(self, stages: dist.ProcessGroup | None) -> torch.Tensor:
-        """Returns the 2-norm of all gradients together, as ``norm.gradient_norm`` does."""
-        return gradient_norm(self.parameters, stages, self.gradients.norms if self.gradients is not None else None)
+    def share_of_squares(self, rank: int, ranks: int) -> torch.Tensor:
+        """Returns this rank's share of the squares of all gradients, as ``norm.share_of_squares`` does."""
+        known = self.gradients.norms if self.gradients is not None else None
+        return share_of_squares(self.parameters, rank, ranks, known)
 
     def step(self, factor: float = 1.0) -> None:
         """Updates the parameters once from their gradients, multiplied by ``factor``."""

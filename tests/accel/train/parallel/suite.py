@@ -150,15 +150,17 @@ def _adamw(names: Sequence[str], world: int, folder: Path, others: list[Path]) -
     return {"losses": losses(trainer), "equal": equal, "kinds": kinds}
 
 
-def _gradients(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> None:
+def _gradients(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, float]:
     """For each layout of ``rows.GRADIENTS`` in ``names``, trains one plain SGD step and writes the new weights to
-    ``folder``."""
+    ``folder``. Returns the gradient norms by layout."""
+    norms = {}
     for name in names:
         trainer = start([*rows.GRADIENTS[world][name], "optimizer.lr=1", "optimizer.momentum=0"], folder / "none")
-        trainer.one_step(trainer.batches())
+        norms[name] = trainer.one_step(trainer.batches())["grad_norm"]
         weights = gather(trainer.module.state_dict(), trainer.ranks)
         if weights is not None:
             torch.save(weights, folder / f"gradient-{name}.pt")
+    return norms
 
 
 def _context_parallel(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, float]:

@@ -6,6 +6,7 @@ right errors.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from itertools import product
@@ -167,12 +168,15 @@ def test_gradients_equal_under_uneven_targets(
 ) -> None:
     """Targets with the ignored index don't count, so ranks have different numbers of targets. Fails if a rank's
     gradient isn't weighted by the rank's number of targets. The weights after one plain SGD step at rate 1 must equal
-    the weights of one process within 1e-6."""
+    the weights of one process within 1e-6. Also fails if the logged norm isn't the norm of this gradient, for example
+    because a shard that several ranks hold is counted several times."""
     sharded = torch.load(results[world]["folder"] / f"gradient-{name}.pt", weights_only=True)
     before, after = one_plain_step
     assert set(after) == set(sharded)
     assert max(float((after[n] - before[n]).abs().max()) for n in after) > 1e-3
     assert max(float((after[n] - sharded[n]).abs().max()) for n in after) < 1e-6
+    norm = math.sqrt(sum(float((after[n] - before[n]).double().square().sum()) for n in after))
+    assert results[world]["gradients"][name] == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.slow
