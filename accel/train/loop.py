@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from .checkpoints.checkpoint import Checkpoints
 from .checkpoints.final import gather, set_metrics, sources, write_run
 from .config.rules import runnable
 from .config.schema import TrainConfig
+from .data.misfit import misfit, not_finite, taken_at
 from .data.samples import loader
 from .data.stream import Stream, micro_batches
 from .disk.parameters import park
@@ -39,7 +40,7 @@ from .optimizer.scale import LossScale
 from .optimizer.schedule import Rates
 from .parallel import tensor as tensor_parallel
 from .passes import take
-from .precision.modes import ADVICE, scales_loss
+from .precision.modes import ADVICE, parameter_dtype, scales_loss
 from .ranks import Ranks
 from .state import RunState
 
@@ -96,6 +97,7 @@ class Trainer:
         finite is None. If an earlier step was better than the last step, the dict also has the record of the best step.
         """
         self.resume()
+        first = 0 if scales_loss(self.began_in) else self.step  # the first step with a loss scale
         batches = self.batches()
         log = self.log = self._log() if self.ranks.rank == 0 else None
         if log is not None:
@@ -134,6 +136,10 @@ class Trainer:
             self._wait_quietly()
         self.checkpoints.wait()
         beat(self.out)
+        if 0 < self.step - first == self.scale.skipped:
+            self.save()
+            self.checkpoints.wait()
+            raise TrainingFailed(self._nothing_learned())
         self.finish()
         self.metrics = self._told(self.metrics)  # only rank 0 measured them
         best = self.checkpoints.standing()
@@ -196,7 +202,13 @@ class Trainer:
         # second division.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
-        seen = self.built.passes.run(take(batches, self.accumulation), forth)
+        taken = take(batches, self.accumulation)
+        try:
+            seen = self.built.passes.run(taken, forth)
+        except Exception as error:  # the model and the loss may raise any exception
+            if said := misfit(error, self.module, taken_at(self.step, taken, self.data, config, ranks)):
+                raise BadData(said) from error
+            raise
         if not ranks.counts:
             seen.zero_()
         self.optimizer.collect()
@@ -225,7 +237,11 @@ class Trainer:
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
         if not finite:
-            # A smaller loss scale doesn't help if a weight is already NaN.
+            # A smaller loss scale doesn't help if the data has a NaN, or if a weight is already NaN.
+            if said := self._bad_data(taken):
+                raise TrainingFailed(
+                    f"the loss is {mean:g} at step {self.step + 1}, because {said}; {self._kept()}, correct the data"
+                )
             bad = first_bad(self.optimizer, ranks.world)
             if bad or not self.scale.enabled:
                 raise TrainingFailed(
@@ -263,12 +279,29 @@ class Trainer:
             "learning rate"
         )
 
+    def _bad_data(self, taken: Sequence[Batch]) -> str:
+        """Returns a part of a message that names a sample of the step with a value that isn't finite, or "" if no rank
+        has such a sample."""
+        own = not_finite(taken_at(self.step, taken, self.data, self.config, self.ranks), parameter_dtype(self.mode))
+        found: list[Any] = [own]
+        if self.ranks.world > 1:
+            found = [""] * self.ranks.world
+            dist.all_gather_object(found, own)
+        return next(filter(None, found), "")
+
     def _hopeless(self, loss: float) -> str:
         name = first_overflow(self.optimizer, self.ranks.world)
         first = f", and the gradient of {name} overflows first" if name else ""
         return (
             f"{self.scale.in_a_row} steps in a row overflowed although the loss scale fell to {self.scale.fell_to()} "
             f"(the loss is {loss:g}{first}); {self._kept()}, use --precision.mode=bf16 or a lower lr, or check the data"
+        )
+
+    def _nothing_learned(self) -> str:
+        return (
+            f"all {self.step} steps were skipped because a gradient overflowed in each, so no weight has changed; the "
+            f"loss scale fell to {self.scale.fell_to()} and falls further with more --steps, or use "
+            "--precision.mode=bf16 with --fresh, or check the data"
         )
 
     def _kept(self) -> str:

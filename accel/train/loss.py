@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from accel.errors import BadConfig
+from accel.errors import BadConfig, BadData
 
 Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -49,7 +49,7 @@ def _kind(found: object) -> str:
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum of the cross entropies and the number of counted targets. Targets of -100 aren't counted.
 
-    ``outputs`` must be float[..., classes] and ``targets`` int64[...], else ``BadConfig`` is raised.
+    ``outputs`` must be float[..., classes] and ``targets`` integers[...], else ``BadConfig`` is raised.
     """
     if not isinstance(outputs, torch.Tensor):
         raise BadConfig(
@@ -62,13 +62,22 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
             f"the targets are {str(targets.dtype).removeprefix('torch.')}, but the default loss takes class numbers "
             '(int64); for a regression, use loss = "accel.train.loss:squared_error"'
         )
-    flat = targets.flatten()
+    flat = targets.flatten().long()
     total = F.cross_entropy(outputs.flatten(0, -2).float(), flat, ignore_index=IGNORED, reduction="sum")
     return total, (flat != IGNORED).sum()
 
 
 def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum of the squared differences and the number of elements."""
+    """Returns the sum of the squared differences and the number of elements.
+
+    Raises ``BadData`` if the shapes differ, because torch would compare each output with each target.
+    """
+    if outputs.shape != targets.shape:
+        raise BadData(
+            f"the model returns the shape {list(outputs.shape)}, but the targets of the batch have the shape "
+            f"{list(targets.shape)}; let each sample have targets of the shape {list(outputs.shape[1:])}, or change "
+            "the model"
+        )
     total = (outputs.float() - targets.float()).pow(2).sum()
     return total, torch.tensor(targets.numel(), device=targets.device)
 

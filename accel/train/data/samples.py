@@ -6,14 +6,17 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from accel.child import die_with_parent
 from accel.errors import BadData, MissingExtra
 
+from .unlike import unlike
+
 Sample = tuple[Any, Any]
+_T = TypeVar("_T")
 
 
 # The inputs of a sample with labels that a trained model doesn't need.
@@ -72,7 +75,7 @@ class Order(torch.utils.data.Sampler[int]):
         self.seed, self.first = seed, first
         self.epoch = length // global_batch if drop_last else -(-length // global_batch)  # in steps
 
-    def steps(self) -> Iterator[list[int]]:
+    def steps(self) -> Iterator[Sequence[int]]:
         """Yields this rank's samples of each step, in an endless loop."""
         step = self.first
         order: list[int] = []
@@ -82,13 +85,18 @@ class Order(torch.utils.data.Sampler[int]):
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
                 order = torch.randperm(self.length, generator=generator).tolist()
             whole = order[batch * self.global_batch : (batch + 1) * self.global_batch]
-            start, end = (len(whole) * part // self.ranks for part in (self.rank, self.rank + 1))
-            yield whole[start:end]
+            yield share(whole, self.rank, self.ranks)
             step += 1
 
     def __iter__(self) -> Iterator[int]:
         for samples in self.steps():
             yield from samples
+
+
+def share(whole: Sequence[_T], rank: int, ranks: int) -> Sequence[_T]:
+    """Returns the part of a global batch that rank ``rank`` of ``ranks`` trains on."""
+    start, end = (len(whole) * part // ranks for part in (rank, rank + 1))
+    return whole[start:end]
 
 
 class MicroBatches:
@@ -102,22 +110,37 @@ class MicroBatches:
         self.order, self.size = order, size
         self.count = order.global_batch // (order.ranks * size)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Sequence[int]]:
         for samples in self.order.steps():
             for index in range(self.count):
                 yield samples[index * self.size : (index + 1) * self.size]
 
 
 class Stack:
-    """Stacks samples into a micro-batch ``(inputs, targets)``. If there are no samples, returns the inputs of ``spare``
-    and None as the targets."""
+    """Stacks numbered samples into a micro-batch ``(inputs, targets)``. If there are no samples, returns the inputs of
+    ``spare`` and None as the targets. Raises ``BadData`` if the samples can't be stacked."""
 
     def __init__(self, spare: Sample) -> None:
         self.spare = spare
 
-    def __call__(self, samples: list[Sample]) -> tuple[Any, Any]:
-        inputs, targets = torch.utils.data.default_collate(samples or [self.spare])
+    def __call__(self, samples: list[tuple[int, Sample]]) -> tuple[Any, Any]:
+        try:
+            inputs, targets = torch.utils.data.default_collate([sample for _, sample in samples] or [self.spare])
+        except Exception as error:  # numpy and torch raise many kinds of errors
+            raise BadData(unlike(samples, error)) from error
         return inputs, (targets if samples else None)
+
+
+class _Numbered(torch.utils.data.Dataset[Any]):
+    """The samples of ``data``, each with its number."""
+
+    def __init__(self, data: Sequence[Sample]) -> None:
+        self.data = data
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[tuple[int, Sample]]:
+        several = getattr(self.data, "__getitems__", None)
+        found = several(numbers) if several is not None else [self.data[number] for number in numbers]
+        return list(zip(numbers, found, strict=True))
 
 
 def loader(
@@ -149,7 +172,7 @@ def loader(
     with warnings.catch_warnings():  # the constructor calls a deprecated function of torch
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         return StatefulDataLoader(
-            data,
+            _Numbered(data),
             batch_sampler=MicroBatches(order, micro_batch),
             collate_fn=Stack(data[0]),
             num_workers=processes,

@@ -16,7 +16,7 @@ import torch
 
 from accel.errors import BadData
 
-from .samples import FOR_TRAINING, Sample, Stack, labelled
+from .samples import FOR_TRAINING, Sample, Stack, labelled, share
 
 # The number of samples that a stream keeps as examples of its inputs.
 _EXAMPLES = 64
@@ -27,13 +27,15 @@ class Stream(torch.utils.data.Dataset[Any]):
     """The samples of ``data``, which iterates over an epoch. As a sequence, a stream holds its first samples.
 
     ``epoch`` and ``taken`` are the position: the number of the epoch, and the number of samples that were taken from
-    the epoch. Random numbers that ``data`` draws from torch, NumPy and ``random`` depend only on ``seed`` and the
-    position. If ``data`` has a method ``set_epoch``, calls it at the start of each epoch.
+    the epoch. ``batch`` has the numbers of the last batch's samples in the epoch. Random numbers that ``data`` draws
+    from torch, NumPy and ``random`` depend only on ``seed`` and the position. If ``data`` has a method ``set_epoch``,
+    calls it at the start of each epoch.
     """
 
     def __init__(self, data: Iterable[Any], name: str, seed: int) -> None:
         self.data, self.name, self.seed = data, name, seed
         self.epoch = self.taken = 0
+        self.batch = range(0)
         if iter(data) is data:
             raise BadData(
                 f"the data factory {name} made a {type(data).__name__}, which can be read only once; make an object "
@@ -65,6 +67,7 @@ class Stream(torch.utils.data.Dataset[Any]):
             while batch := list(islice(samples, global_batch)):
                 if len(batch) < global_batch and drop_last:
                     break
+                self.batch = range(self.taken, self.taken + len(batch))
                 self.taken += len(batch)
                 yield batch
             if not self.taken:
@@ -115,7 +118,6 @@ def micro_batches(
     """
     stack = Stack(stream[0])
     for samples in stream.steps(global_batch, drop_last=drop_last):
-        start, end = (len(samples) * part // ranks for part in (rank, rank + 1))
-        own = samples[start:end]
+        own = share(list(zip(stream.batch, samples, strict=True)), rank, ranks)
         for index in range(global_batch // (ranks * micro_batch)):
             yield stack(own[index * micro_batch : (index + 1) * micro_batch])

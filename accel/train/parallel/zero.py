@@ -12,6 +12,7 @@ would keep the old values.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.errors import BadConfig
 from accel.plan.measure import blocks
 
 
@@ -90,11 +92,13 @@ def _of_another_dtype(module: nn.Module) -> list[nn.Module]:
 def micro_batch(module: nn.Module, zero: int, *, last: bool) -> Iterator[None]:
     """Opens the context in which one micro-batch runs its forward and backward pass.
 
-    ``last`` marks the last micro-batch of a step.
+    ``last`` marks the last micro-batch of a step. Raises ``BadConfig`` if the last micro-batch left a parameter out,
+    because DDP then hasn't averaged the gradients.
     """
     if isinstance(module, DistributedDataParallel):
         if last:
             yield
+            _check_reduced(module)
         else:
             with module.no_sync():
                 yield
@@ -103,3 +107,30 @@ def micro_batch(module: nn.Module, zero: int, *, last: bool) -> Iterator[None]:
         module.set_requires_gradient_sync(last or zero >= 2)
         module.set_reshard_after_backward(last or zero == 3)
     yield
+
+
+def _check_reduced(module: DistributedDataParallel) -> None:
+    try:
+        module._check_reducer_finalized()
+    except RuntimeError as error:
+        trained = [(name, p) for name, p in module.module.named_parameters() if p.requires_grad]
+        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        unused = (
+            [trained[int(number)][0] for number in numbers[1].split()]
+            if numbers
+            else [name for name, p in trained if p.grad is None]
+        )
+        raise BadConfig(
+            f"the loss doesn't depend on {_listed(unused)}, but data-parallel ranks average the gradients of all "
+            "parameters after each step's last micro-batch; use them for every batch, or freeze them with "
+            "requires_grad_(False)"
+        ) from error
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    """Returns the names for a message, cut after ``most`` names."""
+    if not names:
+        return "some parameters"
+    more = [f"{len(names) - most} more parameters"] if len(names) > most else []
+    *first, last = [*names[:most], *more]
+    return f"{', '.join(first)} and {last}" if first else last

@@ -32,6 +32,7 @@ from ..log import BOARD, LOG
 from . import watchdog
 from .rank import ERRORS, RESULT, disk_full
 
+TORCHRUN = "torch.distributed.run"  # the module of torchrun, which starts the ranks
 # The bytes of disk space that a rank needs to write its error report.
 _ROOM = 2**16
 # A rank with parameters on the disk gives freed memory from this size on back to the system at once.
@@ -77,9 +78,11 @@ def train(
         program = ["-m", watchdog.RANK, str(config_file), str(out), str(os.getpid())]
         if nproc > 1 or nnodes != "1" or max_restarts:
             where = ["--standalone"] if rendezvous is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
-            torchrun = ["-m", "torch.distributed.run", *where, f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"]
+            torchrun = ["-m", TORCHRUN, *where, f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"]
             program = [*torchrun, f"--max-restarts={max_restarts}", *program]
         code, begin = _launched(program, config, out, nproc)
+        if code < 0 and TORCHRUN in program:
+            raise _torchrun_killed(out, -code)
         if code:
             ranks = range(nproc) if nnodes == "1" else watchdog.enrolled(out)
             raise first_errors(out, ranks, code, killed=_killed(out, begin, code))
@@ -144,6 +147,14 @@ def _goes_on(out: Path) -> str:
     return "it starts over, because there is no checkpoint yet (checkpoint.every writes checkpoints)"
 
 
+def _torchrun_killed(out: Path, number: int) -> TrainingFailed:
+    """Returns the error of a run whose torchrun was killed by a signal. The ranks end with torchrun."""
+    return TrainingFailed(
+        f"torchrun, which starts the ranks, was killed by signal {number}{_SENT_BY.get(number, '')}, and the ranks "
+        f"ended with it; run the same command again, {_goes_on(out)} (see {out / 'ranks.log'})"
+    )
+
+
 def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
     """Returns the killed ranks, each with the signal that killed the rank.
 
@@ -166,20 +177,21 @@ def first_errors(
 
     ``ranks`` are the ranks of this machine. ``killed`` maps each killed rank to the signal that killed it. If no rank
     was killed, the error has the class and the message of the earliest error. The first errors of the other ranks
-    follow in the message.
+    follow in the message, but not if another rank's end caused them.
     """
     found = []
     for file in (out / ERRORS).glob("rank-*.json"):
         with contextlib.suppress(ValueError):
             found.append(json.loads(file.read_text()))
-    found.sort(key=lambda body: body["time"])
+    found.sort(key=lambda body: (body.get("lost", False), body["time"]))
     silent = [str(r) for r in ranks if r not in {body["rank"] for body in found}]
     if killed:  # the other ranks failed only because a rank was killed
         words = []
         for rank, number in killed.items():
             where = watchdog.where_it_died(out, rank)
             words.append(f"rank {rank} was killed by signal {number}{_SENT_BY.get(number, '')}{where and f' {where}'}")
-        words += [f"then rank {body['rank']}: {body['error'][:100]}" for body in found if body["rank"] not in killed]
+        others = (body for body in found if body["rank"] not in killed and not body.get("lost"))
+        words += [f"then rank {body['rank']}: {body['error'][:100]}" for body in others]
         return TrainingFailed(
             f"{' | '.join(words)}; run the same command again, {_goes_on(out)}, or pass --max-restarts to restart "
             f"automatically (see {out / 'ranks.log'})"
@@ -200,10 +212,10 @@ def first_errors(
         else [first["message"] or first["error"]]
     )
     for body in others:
-        if body["error"] not in told:
+        if body["error"] not in told and (first.get("lost") or not body.get("lost")):
             told.add(body["error"])
             words.append(f"rank {body['rank']}: {body['error'][:200]}")
-    if silent:
+    if silent and first.get("lost"):
         words.append(
             f"rank {', '.join(silent)}: ended without an error of its own (killed, or stopped after the others)"
         )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 RESULT = "result.json"
 ERRORS = "errors"
+_IN_LOADER = " (in a process of the loader)"
 
 
 def main(config_file: Path, out: Path) -> int:
@@ -69,8 +70,9 @@ def leave(out: Path, rank: int, error: BaseException) -> None:
         "rank": rank,
         "time": time.time(),
         "error": _of_the_loader(said) or f"{type(said).__name__}: {one_line(said, None)}",
-        "message": str(said) if isinstance(said, AccelError) else "",
+        "message": _message(said) if isinstance(said, AccelError) else "",
         "kind": type(said).__name__,
+        "lost": _is_lost(said),
         "traceback": traceback.format_exc(),
     }
     (folder / f"rank-{rank}.json").write_text(json.dumps(body))
@@ -83,7 +85,22 @@ def _of_the_loader(error: BaseException) -> str:
     text = str(error).strip()
     if not re.match(r"Caught \w+ in DataLoader worker", text):
         return ""
-    return f"{one_line(text.splitlines()[-1], None)} (in a process of the loader)"
+    return f"{one_line(text.splitlines()[-1], None)}{_IN_LOADER}"
+
+
+def _message(error: AccelError) -> str:
+    """Returns the sentence of ``error``. A process of the loader sends it at the end of a traceback."""
+    of_the_loader = _of_the_loader(error)
+    return of_the_loader.partition(": ")[2].removesuffix(_IN_LOADER) if of_the_loader else str(error)
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Tells whether ``error`` may come from the end of another rank, because it is an error of gloo or NCCL."""
+    from torch.distributed import DistError
+
+    if isinstance(error, AccelError):
+        return False
+    return isinstance(error, DistError) or bool(re.search(r"/gloo/|Connection closed by peer", str(error)))
 
 
 def disk_full(where: Path | str) -> CannotWrite:
