@@ -299,7 +299,7 @@ class Trainer:
 
     def _nothing_learned(self) -> str:
         return (
-            f"all {self.step} steps were skipped because a gradient overflowed in each, so no weight has changed; the "
+            f"all {self.scale.skipped} steps were skipped because a gradient overflowed in each, so no weight has changed; the "
             f"loss scale fell to {self.scale.fell_to()} and falls further with more --steps, or use "
             "--precision.mode=bf16 with --fresh, or check the data"
         )

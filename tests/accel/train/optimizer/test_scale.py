@@ -12,7 +12,7 @@ from accel.errors import TrainingFailed
 from accel.progress import watched_by
 from accel.train.optimizer import scale
 from accel.train.run.launch import train
-from tests.support.runs import config_of, rows_of, trainer_of
+from tests.support.runs import SMALL, config_of, rows_of, trainer_of
 
 _HIGH = {"precision": {"mode": "fp16", "loss_scale": 1e7}, "steps": 12}
 
@@ -48,7 +48,8 @@ def test_skipped_steps_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_the_result_of_a_skipped_last_step_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if the infinite norm of a skipped step makes the result invalid JSON."""
     file = tmp_path / "run.toml"
-    file.write_text(config_of(**{**_HIGH, "steps": 1}).to_toml())
+    tables = {"steps": 2, "micro_batch": 8, "loss": f"{SMALL}:overflow_second"}
+    file.write_text(config_of(precision={"mode": "fp16", "loss_scale": 1024.0}, **tables).to_toml())
     line = ["train", str(file), "--out", str(tmp_path / "run"), "-q"]
     assert run(group, [*line, "--json"]) == 0
     body = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))

@@ -14,6 +14,7 @@ from accel.cli import group, run
 from accel.errors import BadConfig, BadData, TrainingFailed
 from accel.train.config.schema import TrainConfig
 from accel.train.run.launch import first_errors, train
+from accel.train.run.rank import leave
 from tests.support.runs import SMALL, config_of
 
 # Each rank raises a different error. The second rank ignores SIGTERM, waits for the first rank's error file, and then
@@ -75,20 +76,82 @@ def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> None:
-    """Checks that the message names the killed rank before the other rank, which only lost its connection. Also checks
-    that the message names the step at which the next run resumes."""
-    (tmp_path / "errors").mkdir()
-    body = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "message": "", "kind": "x"}
-    (tmp_path / "errors" / "rank-0.json").write_text(json.dumps(body))
+    """Checks that the message names the killed rank before a rank that failed because of it, and leaves out a rank that
+    only lost its connection. Also checks that the message names the step at which the next run resumes."""
+    leave(tmp_path, 0, ValueError("a queue is empty"))
+    leave(tmp_path, 2, RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     checkpoint = tmp_path / "checkpoints" / "step-00000040"
     checkpoint.mkdir(parents=True)
     (checkpoint / "run.json").touch()
-    found = first_errors(tmp_path, range(2), 1, killed={1: 9})
+    found = first_errors(tmp_path, range(3), 1, killed={1: 9})
     assert re.match(
-        r"rank 1 was killed by signal 9 .* \| then rank 0: RuntimeError: Connection closed by peer; run the same "
+        r"rank 1 was killed by signal 9 [^|]* \| then rank 0: ValueError: a queue is empty; run the same "
         r"command again, it goes on after step 40, or pass --max-restarts to restart automatically",
         str(found),
     )
+
+
+def test_a_killed_torchrun_is_named(tmp_path: Path) -> None:
+    """Fails if the end of torchrun, which starts the ranks, is reported as the end of a rank."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        SMALL.read_text() + "\n\nimport signal, time\n\ndef kills(outputs, targets):\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n    time.sleep(100)\n"
+    )
+    with pytest.raises(
+        TrainingFailed, match=r"^torchrun, which starts the ranks, was killed by signal 9 .*, it starts over, "
+    ) as caught:
+        train(config_of(loss=f"{source}:kills"), tmp_path / "run", nproc=2)
+    assert "rank 0" not in str(caught.value)
+
+
+# ``extra`` is never used, or only by the first rank.
+_UNUSED = """
+class Extra(GPT):
+    def __init__(self):
+        super().__init__(GPTConfig(vocab=VOCABULARY, layers=1, hidden=32, heads=4, seq=LENGTH))
+        self.extra = torch.nn.Linear(1, 1)
+
+    def forward(self, ids):
+        found = super().forward(ids)
+        return found + self.extra(found[:1, :1, :1]) if os.environ["RANK"] == USED else found
+
+def frozen():
+    made = Extra()
+    made.extra.requires_grad_(False)
+    return made
+"""
+
+
+@pytest.mark.parametrize("used", ["no", pytest.param("0", marks=pytest.mark.slow)])
+def test_a_parameter_that_is_not_used_is_named(tmp_path: Path, used: str) -> None:
+    """Fails if data-parallel ranks train on gradients that weren't averaged because a parameter isn't used, if the
+    error doesn't name the parameter, or if the advice to freeze it doesn't help. torch sees the fault a step later, so
+    a run of one step would end well."""
+    source = tmp_path / "source.py"
+    source.write_text(SMALL.read_text() + _UNUSED.replace("USED", repr(used)))
+    says = r"rank \d: the loss doesn't depend on extra.weight and extra.bias, but .* requires_grad_\(False\)$"
+    with pytest.raises(BadConfig, match=says):
+        train(config_of(model=f"{source}:Extra", steps=1), tmp_path / "run", nproc=2)
+    if used == "no":
+        train(config_of(model=f"{source}:frozen", steps=1), tmp_path / "frozen", nproc=2)
+
+
+def test_a_run_whose_steps_were_all_skipped_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a run in fp16 that took no step ends well or writes ``final/``, if its checkpoint is lost, or if the
+    advised larger number of steps doesn't help. Also fails if a run that took one step is refused."""
+    config, out = tmp_path / "run.toml", tmp_path / "run"
+    config.write_text(config_of(precision={"mode": "fp16", "loss_scale": 2.0**40}).to_toml())
+    assert run(group, ["train", str(config), "--out", str(out), "-q"]) == 1
+    said = capsys.readouterr().err
+    assert "all 4 steps were skipped because a gradient overflowed in each, so no weight has changed" in said
+    assert "fell to 6.87195e+10 and falls further with more --steps" in said
+    assert not (out / "final").exists()
+    assert not (out / "result.json").exists()
+    assert run(group, ["train", str(config), "--out", str(out), "-q"]) == 1
+    assert "all 4 steps were skipped" in capsys.readouterr().err
+    assert run(group, ["train", str(config), "--out", str(out), "--steps", "40", "-q", "--json"]) == 0
+    assert 4 < json.loads(capsys.readouterr().out)["skipped"] < 40
 
 
 def test_an_interrupt_says_where_it_goes_on(
