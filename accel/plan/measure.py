@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -101,9 +102,21 @@ def _forward(module: torch.nn.Module, sample: Sample, batch: int) -> tuple[int, 
 
 
 def count_flops() -> FlopCounterMode:
-    """Returns torch's FLOP counter, extended to count the CPU's attention operator, which torch leaves out."""
+    """Returns torch's FLOP counter, extended to count the CPU's attention operator, which torch leaves out.
+
+    Counts all modules together, because torch's tracker of modules fails on a module that returns a view of its own
+    parameter without gradients.
+    """
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+    counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+    counter.mod_tracker = _NoModules()
+    return counter
+
+
+class _NoModules(nullcontext[None]):
+    """Takes the place of torch's tracker of modules. Counts belong to ``parents``, and torch sums those of "Global"."""
+
+    parents = frozenset({"Global"})
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

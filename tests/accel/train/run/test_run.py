@@ -295,6 +295,43 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
     assert "mfu" not in row
 
 
+# A model that adds a view of a parameter, which a module returns. The model is a chain for a pipeline.
+_VIEW = """
+
+class Table(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.zeros(LENGTH, 32))
+
+    def forward(self, ids):
+        with torch.set_grad_enabled(TRAINED):
+            return self.rows[: ids.shape[1]]
+
+class First(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.table = torch.nn.Embedding(VOCABULARY, 32), Table()
+
+    def forward(self, ids):
+        return self.tokens(ids) + self.table(ids)
+
+def view():
+    return torch.nn.Sequential(First(), torch.nn.Linear(32, 32), torch.nn.Linear(32, VOCABULARY))
+"""
+
+
+def test_a_module_that_returns_its_own_parameter_has_flops(tmp_path: Path) -> None:
+    """Fails if FLOPs can't be counted in a model with a module that returns a view of its parameter, or if a pipeline
+    refuses the model. The FLOPs are those of the two matrix products, three times, for 16 positions."""
+    flops = 3 * 2 * 16 * 32 * (32 + 61)
+    for trained in (True, False):
+        source = tmp_path / f"{trained}.py"
+        source.write_text(SMALL.read_text() + _VIEW.replace("TRAINED", str(trained)))
+        assert trainer_of(tmp_path, peak_flops=1e12, model=f"{source}:view").built.flops == flops
+    tables = {"parallel": {"pp": 2}, "micro_batch": 2, "steps": 1}
+    assert train(config_of(model=f"{tmp_path}/True.py:view", **tables), tmp_path / "run", nproc=2)["steps"] == 1
+
+
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
     """Checks that the MFU is the FLOP/s of the model's matrix products divided by the peak FLOP/s. Also checks that the
