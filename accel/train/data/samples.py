@@ -123,7 +123,7 @@ class Stack:
     def __init__(self, spare: Sample) -> None:
         self.spare = spare
 
-    def __call__(self, samples: list[tuple[int, Sample]]) -> tuple[Any, Any]:
+    def __call__(self, samples: Sequence[tuple[int, Sample]]) -> tuple[Any, Any]:
         try:
             inputs, targets = torch.utils.data.default_collate([sample for _, sample in samples] or [self.spare])
         except Exception as error:  # numpy and torch raise many kinds of errors

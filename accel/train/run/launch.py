@@ -196,9 +196,9 @@ def first_errors(
             f"{' | '.join(words)}; run the same command again, {_goes_on(out)}, or pass --max-restarts to restart "
             f"automatically (see {out / 'ranks.log'})"
         )
+    if all(body.get("lost") for body in found) and shutil.disk_usage(out).free < _ROOM:
+        return disk_full(out)  # the rank that met the full disk couldn't write its error
     if not found:
-        if shutil.disk_usage(out).free < _ROOM:
-            return disk_full(out)
         lines = (out / "ranks.log").read_text(errors="replace").strip().splitlines()
         return TrainingFailed(
             f"the ranks ended without an error message (exit code {code}): {lines[-1] if lines else ''}; see "
