@@ -117,9 +117,9 @@ class Trainer:
                     f"{', '.join(self.reordered)} changed: the samples come in another order from here on, so this "
                     "epoch may repeat some samples and leave out others"
                 )
-            if not self.config.peak_flops:
-                log.note("MFU isn't shown; give one device's FLOP/s, e.g. --peak-flops=989e12 for an H100 in bf16")
-            elif not self.built.flops:
+            if not self.config.peak_flops and self.ranks.device.type == "cuda":  # data sheets of CPUs have no FLOP/s
+                log.note("MFU isn't shown; give one GPU's FLOP/s, e.g. --peak-flops=989e12 for an H100 in bf16")
+            elif self.config.peak_flops and not self.built.flops:
                 log.note(f"MFU isn't shown: the FLOPs of {self.config.model} can't be counted on fake tensors")
         last: dict[str, float] = {}
         try:
@@ -299,8 +299,8 @@ class Trainer:
 
     def _nothing_learned(self) -> str:
         return (
-            f"all {self.scale.skipped} steps were skipped because a gradient overflowed in each, so no weight has changed; the "
-            f"loss scale fell to {self.scale.fell_to()} and falls further with more --steps, or use "
+            f"all {self.scale.skipped} steps were skipped because a gradient overflowed in each, so no weight has "
+            f"changed; the loss scale fell to {self.scale.fell_to()} and falls further with more --steps, or use "
             "--precision.mode=bf16 with --fresh, or check the data"
         )
 

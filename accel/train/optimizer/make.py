@@ -81,7 +81,12 @@ def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
 
 def _kind(name: str) -> type[torch.optim.Optimizer]:
     kind = load_named(
-        _BUILT_IN.get(name, name), what="optimizer", name=name, known=OPTIMIZERS, example="torch.optim.RMSprop"
+        _BUILT_IN.get(name, name),
+        what="optimizer",
+        name=name,
+        known=OPTIMIZERS,
+        example="torch.optim.RMSprop",
+        base=torch.optim.Optimizer,
     )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
         raise BadConfig(f"optimizer.name is {name!r}, which is no optimizer; use a class such as torch.optim.RMSprop")

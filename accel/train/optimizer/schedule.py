@@ -75,8 +75,9 @@ class Rates:
 
 def _kind(name: str) -> Any:
     example = "torch.optim.lr_scheduler.StepLR"
-    kind = load_named(name, what="schedule", name=name, known=SCHEDULES, example=example)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
+    base = torch.optim.lr_scheduler.LRScheduler
+    kind = load_named(name, what="schedule", name=name, known=SCHEDULES, example=example, base=base)
+    if not (isinstance(kind, type) and issubclass(kind, base)):
         raise BadConfig(f"schedule.name is {name!r}, which is no schedule; use e.g. torch.optim.lr_scheduler.StepLR")
     if kind.__name__ in _REFUSED:
         raise BadConfig(

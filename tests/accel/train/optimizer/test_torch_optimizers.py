@@ -163,8 +163,20 @@ def test_every_schedule_of_torch_is_taken(tmp_path: Path, name: str, options: di
     [
         ({"optimizer": {"name": "rmsprop"}}, "use one of adamw, adam, sgd, or a class such as torch.optim.RMSprop"),
         (
-            {"optimizer": {"name": "torch.optim.Adamm"}},
+            {"optimizer": {"name": "torch.optim.adamm"}},
+            r"torch.optim has no adamm; did you mean torch.optim.Adam( or torch.optim.\w+)+\?$",
+        ),
+        (
+            {"optimizer": {"name": "torch.optim.Nothing"}},
+            "torch.optim has no Nothing; use adamw, adam, sgd, or a class such as torch.optim.RMSprop$",
+        ),
+        (
+            {"optimizer": {"name": "torch.optimizers.Adam"}},
             "which is no optimizer .* use adamw, adam, sgd, or a class such",
+        ),
+        (
+            {"schedule": {"name": "torch.optim.lr_scheduler.CosineAnealingLR"}},
+            r"did you mean torch.optim.lr_scheduler.CosineAnnealingLR( or [\w.]+)*\?$",
         ),
         ({"optimizer": {"name": "torch.nn.Linear"}}, "which is no optimizer; use a class such as torch.optim.RMSprop"),
         ({"optimizer": {"options": {"rho": 1}}}, "adamw has no option rho; its options are: lr, betas"),
