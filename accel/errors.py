@@ -57,6 +57,12 @@ def one_line(error: object, most: int | None = 300) -> str:
     return " ".join(str(error).split())[:most]
 
 
+def kind_of(value: object) -> str:
+    """Returns words for the type of a value in a message: "an int", "a list", or "None"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
 def shortened(error: object, most: int = 300) -> str:
     """Returns an error's text in one line. A text with more than ``most`` characters is cut between words and ends in
     "..."."""

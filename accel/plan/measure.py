@@ -109,7 +109,7 @@ def count_flops() -> FlopCounterMode:
     """
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
-    counter.mod_tracker = _NoModules()
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 
 

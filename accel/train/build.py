@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.artifact import Artifact
-from accel.errors import BadConfig, BadData, one_line
+from accel.errors import BadConfig, BadData, kind_of, one_line
 from accel.plan.measure import blocks, sample_of, trial
 
 from . import loss as losses
@@ -103,12 +103,12 @@ def make_data(config: TrainConfig) -> Any:
         data = _stream(data, config)
     if isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BadData(
-            f"the data factory {config.data} made a {type(data).__name__}; make a list, another map-style dataset "
-            "(with __len__ and __getitem__), or an iterable dataset (docs/how-to/training.md)"
+            f"{config.data} returned {kind_of(data)} as the data; return a list of samples (inputs, targets), another "
+            "map-style dataset (with __len__ and __getitem__), or an iterable dataset (docs/how-to/training.md)"
         )
     if not len(data):
         raise BadData(
-            f"the data factory {config.data} made a {type(data).__name__} without samples; add samples "
+            f"{config.data} returned {kind_of(data)} without samples as the data; return at least one sample "
             "(docs/how-to/training.md)"
         )
     try:
@@ -123,8 +123,8 @@ def make_data(config: TrainConfig) -> Any:
         return Labelled(data)
     if not (isinstance(sample, tuple | list) and len(sample) == 2):
         raise BadData(
-            f"a sample of {config.data} is a {type(sample).__name__}; let each sample be a tuple (inputs, targets), or "
-            "a dict of inputs with labels (docs/how-to/training.md)"
+            f"sample 0 of {config.data} is {kind_of(sample)}; let each sample be a tuple (inputs, targets), or a dict "
+            "of inputs with labels (docs/how-to/training.md)"
         )
     return Packed(data, config.pack) if config.pack else data
 
@@ -133,8 +133,8 @@ def _stream(data: Iterable[Any], config: TrainConfig) -> Stream:
     for what, wrong in (("pack", config.pack), ("loader_processes", config.loader_processes)):
         if wrong:
             raise BadData(
-                f"the data factory {config.data} made an iterable dataset, which works without {what} only; make a "
-                f"map-style dataset, or use {what} = 0 (docs/how-to/training.md)"
+                f"{config.data} returned an iterable dataset, which doesn't work with {what}; return a map-style "
+                f"dataset (with __len__ and __getitem__), or use {what} = 0 (docs/how-to/training.md)"
             )
     return Stream(data, config.data, config.seed)
 
@@ -148,7 +148,7 @@ def make_model(spec: str, seed: int) -> nn.Module:
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, nn.Module):
         raise BadConfig(
-            f"the model factory {spec} made a {type(made).__name__}; make an nn.Module (docs/how-to/training.md)"
+            f"{spec} returned {kind_of(made)} as the model; return a torch.nn.Module (docs/how-to/training.md)"
         )
     return made
 
@@ -170,7 +170,7 @@ def build(
     module = batch_norm.replace(module, asked=p.sync_batchnorm)
     if batch_norm.synced(module) and (ranks.tp is not None or ranks.pp is not None):
         raise BadConfig(
-            "the model has a SyncBatchNorm, which needs data-parallel ranks only; use tp 1 and pp 1 with it"
+            "the model has a SyncBatchNorm, which works with data parallelism alone; use tp 1 and pp 1 with it"
         )
     flops = _flops(module, data) if config.peak_flops and ranks.rank == 0 else 0.0
     if isinstance(data, Packed):

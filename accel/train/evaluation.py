@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.errors import BadConfig, TrainingFailed, one_line
+from accel.errors import BadConfig, TrainingFailed, kind_of, one_line
 
 from .build import make_model, seeded
 from .config.schema import TrainConfig
@@ -41,7 +41,7 @@ def evaluated(
         ) from error
     if not isinstance(found, Mapping):
         raise BadConfig(
-            f"evaluate {name} returned a {type(found).__name__}; return a dict of metrics, such as "
+            f"evaluate {name} returned {kind_of(found)}; return a dict of metrics, such as "
             "{'top1': 0.97} (docs/how-to/training.md)"
         )
     metrics = {}
@@ -50,7 +50,7 @@ def evaluated(
             metrics[str(key)] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise BadConfig(
-                f"evaluate {name} returned a {type(value).__name__} for the metric {key!r}, which is not a number; "
+                f"evaluate {name} returned {kind_of(value)} for the metric {key!r}, which is not a number; "
                 "return a dict of numbers, such as {'top1': 0.97} (docs/how-to/training.md)"
             ) from error
     return metrics

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from accel.errors import BadConfig, BadData
+from accel.errors import BadConfig, BadData, kind_of
 
 Loss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -43,7 +43,7 @@ def summed(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[to
 def _kind(found: object) -> str:
     if isinstance(found, torch.Tensor):
         return f"a tensor {list(found.shape)}"
-    return f"({', '.join(map(_kind, found))})" if isinstance(found, tuple) else f"a {type(found).__name__}"
+    return f"({', '.join(map(_kind, found))})" if isinstance(found, tuple) else kind_of(found)
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

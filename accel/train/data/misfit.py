@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.errors import AccelError, one_line
+from accel.errors import AccelError, kind_of, one_line
 
 from ..batch import Batch, moved, to_device
 from ..config.schema import TrainConfig
@@ -178,7 +178,7 @@ def _of_kind(given: Mapping[str, Any], _: nn.Module, __: Taken) -> str:
     value = given.get("inputs", given.get("targets"))
     if isinstance(value, torch.Tensor | Mapping | tuple | list):
         return ""
-    return f"a sample holds a {type(value).__name__}; give tensors, arrays or numbers"
+    return f"the samples hold {kind_of(value)}; give tensors, arrays or numbers"
 
 
 def _on_gpu(error: Exception, module: nn.Module, taken: Taken) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel.errors import BadData
+from accel.errors import BadData, kind_of
 
 from .samples import FOR_TRAINING, Sample, Stack, labelled, share
 
@@ -38,8 +38,8 @@ class Stream(torch.utils.data.Dataset[Any]):
         self.batch = range(0)
         if iter(data) is data:
             raise BadData(
-                f"the data factory {name} made a {type(data).__name__}, which can be read only once; make an object "
-                "whose __iter__ starts again, such as a torch.utils.data.IterableDataset (docs/how-to/training.md)"
+                f"{name} returned {kind_of(data)} as the data, which can be read only once; return an object whose "
+                "__iter__ starts again, such as a torch.utils.data.IterableDataset (docs/how-to/training.md)"
             )
         self.head: list[Sample] = list(islice(self._samples(0), _EXAMPLES))
         rows = bool(self.head) and isinstance(self.head[0][0], Mapping) and "labels" in self.head[0][0]

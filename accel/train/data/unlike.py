@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel.errors import one_line
+from accel.errors import kind_of, one_line
 
 from ..loss import IGNORED
 
@@ -35,7 +35,8 @@ def unlike(samples: Sequence[tuple[int, Any]], error: Exception) -> str:
     for number, sample in samples:
         for value, where in _leaves(sample, ""):
             if not isinstance(value, _ARRAYS) and not isinstance(value, int | float | np.number):
-                return f"the {where} of sample {number} are {_kind(value)}; give a tensor, an array or a number"
+                part = where.partition("[")[0]
+                return f"sample {number} has {_kind(value)} among its {part}; give tensors, arrays or numbers"
     return f"the samples {', '.join(str(number) for number, _ in samples)} can't be stacked ({one_line(error, 200)})"
 
 
@@ -86,4 +87,4 @@ def _kind(value: Any) -> str:
         return f"a dict with {', '.join(map(str, value))}"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"of the type {type(value).__name__}"
+    return kind_of(value)

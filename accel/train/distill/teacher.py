@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.artifact import Artifact
-from accel.errors import BadConfig, one_line
+from accel.errors import BadConfig, kind_of, one_line
 from accel.sources.source import Source
 
 from ..batch import call, to_device
@@ -126,7 +126,7 @@ class Lessons:
 def _logits(outputs: Any, whose: str) -> torch.Tensor:
     found = tensor_of(outputs) if isinstance(outputs, torch.Tensor) or hasattr(outputs, "logits") else None
     if found is None:
-        raise BadConfig(f"the {whose} returns a {type(outputs).__name__}; return a tensor, or an object with logits")
+        raise BadConfig(f"the {whose} returns {kind_of(outputs)}; return a tensor, or an object with logits")
     return found
 
 

@@ -190,8 +190,11 @@ def first_errors(
         for rank, number in killed.items():
             where = watchdog.where_it_died(out, rank)
             words.append(f"rank {rank} was killed by signal {number}{_SENT_BY.get(number, '')}{where and f' {where}'}")
-        others = (body for body in found if body["rank"] not in killed and not body.get("lost"))
-        words += [f"then rank {body['rank']}: {body['error'][:100]}" for body in others]
+        words += [
+            f"then rank {body['rank']}: {body['error'][:100]}"
+            for body in found
+            if body["rank"] not in killed and not body.get("lost")
+        ]
         return TrainingFailed(
             f"{' | '.join(words)}; run the same command again, {_goes_on(out)}, or pass --max-restarts to restart "
             f"automatically (see {out / 'ranks.log'})"

@@ -132,22 +132,31 @@ def by_target(outputs, targets):
 
 def bare(module):
     return 0.5
+
+
+def forgotten(module):
+    pass
 """
 
 
 @pytest.mark.parametrize(
     ("key", "name", "says"),
     [
-        ("model", "number", "made a int; make an nn.Module"),
-        ("data", "iterated", "made a list_iterator, which can be read only once; make an object whose __iter__"),
-        ("data", "loaded", "made a DataLoader; make a list"),
+        ("model", "number", "returned an int as the model; return a torch.nn.Module"),
+        (
+            "data",
+            "iterated",
+            "returned a list_iterator as the data, which can be read only once; return an object whose __i",
+        ),
+        ("data", "loaded", "returned a DataLoader as the data; return a list of samples"),
         ("data", "ByName", r"sample 0 of .*:ByName can't be fetched \(KeyError: 0\); .* take indices from 0 to 2"),
-        ("data", "nothing", "made a list without samples; add samples"),
-        ("data", "named", "made a dict; make a list"),
-        ("data", "inputs_alone", r"is a Tensor; let each sample be a tuple \(inputs, targets\)"),
+        ("data", "nothing", "returned a list without samples as the data; return at least one sample"),
+        ("data", "named", "returned a dict as the data; return a list"),
+        ("data", "inputs_alone", r"sample 0 of .* is a Tensor; let each sample be a tuple \(inputs, targets\)"),
         ("loss", "mean", r"the loss returned a tensor \[\]; return two tensors"),
         ("loss", "by_target", r"the loss returned \(a tensor \[4\], a tensor \[\]\); return two tensors"),
         ("evaluate", "bare", "returned a float; return a dict of metrics"),
+        ("evaluate", "forgotten", "returned None; return a dict of metrics"),
     ],
 )
 def test_a_wrong_piece_is_named(tmp_path: Path, key: str, name: str, says: str) -> None:

@@ -87,11 +87,11 @@ def test_a_sample_that_does_not_fit_is_named(tmp_path: Path, code: str, said: st
         ),
         (
             "samples = [(a, 'a') for a, b in samples]; inputs, targets = samples[0]",
-            "a sample holds a str; give tensors, arrays or numbers",
+            "the samples hold a str; give tensors, arrays or numbers",
         ),
         (
             "samples = [(a, slice(0)) for a, b in samples]; inputs, targets = samples[0]",
-            "are of the type slice; give a tensor, an array or a number",
+            "has a slice among its targets; give tensors, arrays or numbers",
         ),
     ],
 )

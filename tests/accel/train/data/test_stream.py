@@ -142,10 +142,14 @@ def test_the_users_generators_keep_their_state(source: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tables", "says"),
     [
-        ("generator", {}, "made a generator, which can be read only once; make an object whose __iter__ starts again"),
-        ("Drawn", {"pack": 16}, "made an iterable dataset, which works without pack only; .* use pack = 0"),
-        ("Drawn", {"loader_processes": 1}, "which works without loader_processes only"),
-        ("mapping", {}, "made a dict; make a list, another map-style dataset .*, or an iterable dataset"),
+        (
+            "generator",
+            {},
+            "returned a generator as the data, which can be read only once; return an object whose __iter",
+        ),
+        ("Drawn", {"pack": 16}, "returned an iterable dataset, which doesn't work with pack; .* use pack = 0"),
+        ("Drawn", {"loader_processes": 1}, "which doesn't work with loader_processes; .* use loader_processes = 0"),
+        ("mapping", {}, "returned a dict as the data; return a list .*, another map-style dataset .*, or an iterable"),
     ],
 )
 def test_what_cannot_be_streamed(source: Path, name: str, tables: dict[str, Any], says: str) -> None:
