@@ -237,8 +237,9 @@ class Trainer:
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
         if not finite:
-            # A smaller loss scale doesn't help if the data has a NaN, or if a weight is already NaN.
-            if said := self._bad_data(taken):
+            # A smaller loss scale doesn't help if the data has a NaN, or if a weight is already NaN. A loss that is
+            # finite shows that the model masks the NaN.
+            if not math.isfinite(mean) and (said := self._bad_data(taken)):
                 raise TrainingFailed(
                     f"the loss is {mean:g} at step {self.step + 1}, because {said}; {self._kept()}, correct the data"
                 )

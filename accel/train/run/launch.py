@@ -38,7 +38,10 @@ _ROOM = 2**16
 # A rank with parameters on the disk gives freed memory from this size on back to the system at once.
 _RETURNED = 2**20
 # The likely sender of each signal.
-_SENT_BY: dict[int, str] = {signal.SIGKILL: " (the system does this if memory runs out)"}
+_SENT_BY: dict[int, str] = {
+    signal.SIGKILL: " (the system does this if memory runs out)",
+    signal.SIGABRT: " (a library does this, such as gloo if only some ranks use a parameter)",
+}
 
 
 def train(

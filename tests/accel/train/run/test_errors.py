@@ -123,6 +123,19 @@ def frozen():
 """
 
 
+@pytest.mark.slow
+def test_a_parameter_of_some_ranks_only_is_hinted_at(tmp_path: Path) -> None:
+    """Fails if the message about a rank that gloo ended doesn't say why gloo does so. Under ZeRO, the ranks then reduce
+    gradients of different sizes."""
+    source = tmp_path / "source.py"
+    source.write_text(SMALL.read_text() + _UNUSED.replace("USED", "'0'"))
+    config = config_of(model=f"{source}:Extra", parallel={"zero": 1})
+    with pytest.raises(
+        TrainingFailed, match=r"signal 6 \(a library does this, such as gloo if only some ranks use a pa"
+    ):
+        train(config, tmp_path / "run", nproc=2)
+
+
 @pytest.mark.parametrize("used", ["no", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_parameter_that_is_not_used_is_named(tmp_path: Path, used: str) -> None:
     """Fails if data-parallel ranks train on gradients that weren't averaged because a parameter isn't used, if the
