@@ -6,6 +6,7 @@ frames of the traceback. After an error of a GPU, only the batch in the memory o
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import AccelError, kind_of, one_line
 
-from ..batch import Batch, moved, to_device
+from ..batch import Batch, call, moved, to_device
 from ..config.schema import TrainConfig
 from ..loss import cross_entropy
 from ..ranks import Ranks
@@ -181,6 +183,24 @@ def _of_kind(given: Mapping[str, Any], _: nn.Module, __: Taken) -> str:
     return f"the samples hold {kind_of(value)}; give tensors, arrays or numbers"
 
 
+def _of_call(given: Mapping[str, Any], _: nn.Module, __: Taken) -> str:
+    """Explains inputs that ``forward`` doesn't take."""
+    inputs, called = given["inputs"], given["module"]
+    forward = (called.module if isinstance(called, DistributedDataParallel) else called).forward
+    names = list(inspect.signature(forward).parameters)
+    try:
+        if isinstance(inputs, Mapping):
+            inspect.signature(forward).bind(**inputs)
+        else:
+            inspect.signature(forward).bind(*(inputs if isinstance(inputs, tuple | list) else (inputs,)))
+    except TypeError as error:
+        return (
+            f"the samples don't have the inputs that the model's forward takes ({error}); let each sample have inputs "
+            f"for {', '.join(names)}: a tuple in this order, or a dict with these names"
+        )
+    return ""
+
+
 def _on_gpu(error: Exception, module: nn.Module, taken: Taken) -> str:
     """Explains an error of a GPU, which comes late and ends all further work of the GPU, by the ranges of a batch."""
     ranges = [
@@ -216,4 +236,5 @@ _EXPLAIN: Mapping[CodeType, Callable[[Mapping[str, Any], nn.Module, Taken], str]
     cross_entropy.__code__: _of_shapes,
     to_device.__code__: _of_kind,
     moved.__code__: _of_kind,
+    call.__code__: _of_call,
 }

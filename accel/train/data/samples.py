@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from accel.child import die_with_parent
-from accel.errors import BadData, MissingExtra
+from accel.errors import AccelError, BadData, MissingExtra, one_line
 
 from .unlike import unlike
 
@@ -132,15 +132,27 @@ class Stack:
 
 
 class _Numbered(torch.utils.data.Dataset[Any]):
-    """The samples of ``data``, each with its number."""
+    """The samples of ``data``, each with its number. Raises ``BadData`` if a sample can't be fetched."""
 
     def __init__(self, data: Sequence[Sample]) -> None:
         self.data = data
 
     def __getitems__(self, numbers: Sequence[int]) -> list[tuple[int, Sample]]:
         several = getattr(self.data, "__getitems__", None)
-        found = several(numbers) if several is not None else [self.data[number] for number in numbers]
-        return list(zip(numbers, found, strict=True))
+        if several is not None:
+            return list(zip(numbers, several(numbers), strict=True))
+        return [(number, self._sample(number)) for number in numbers]
+
+    def _sample(self, number: int) -> Sample:
+        try:
+            return self.data[number]
+        except AccelError:
+            raise
+        except Exception as error:  # the user's dataset may raise any exception
+            raise BadData(
+                f"sample {number} can't be fetched ({type(error).__name__}: {one_line(error, 200)}; its traceback is "
+                "in ranks.log); correct the sample or the dataset"
+            ) from error
 
 
 def loader(

@@ -10,6 +10,7 @@ import pytest
 
 from accel.cli import group, run
 from accel.errors import BadData, TrainingFailed
+from accel.train.run.launch import train
 from tests.support.runs import SMALL, config_of, trainer_of
 
 # A model of three classes on four features, and its samples.
@@ -84,6 +85,14 @@ def test_a_sample_that_does_not_fit_is_named(tmp_path: Path, code: str, said: st
         (
             "samples = [(a, b[0]) for a, b in samples]; inputs, targets = samples[0]",
             "scores of the shape [4, 16, 61], but the targets of the batch have the shape [4] instead of [4, 16]",
+        ),
+        (
+            "samples = [((a, a, a), b) for a, b in samples]; inputs, targets = samples[0]",
+            "the model's forward takes (too many positional arguments); let each sample have inputs for ids, pos",
+        ),
+        (
+            "samples = [({'tokens': a}, b) for a, b in samples]; inputs, targets = samples[0]",
+            "the model's forward takes (missing a required argument: 'ids'); let each sample have inputs for ids, pos",
         ),
         (
             "samples = [(a, 'a') for a, b in samples]; inputs, targets = samples[0]",
@@ -191,3 +200,18 @@ def test_several_ranks_say_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     assert other in said
     assert said.count("\n") == 1
     assert said.count("rank ") == 1
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_sample_that_cannot_be_read_is_named(tmp_path: Path, processes: int) -> None:
+    """Fails if the error of a dataset doesn't tell at which sample it was raised."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        SMALL.read_text() + "\n\nclass Torn(list):\n    def __getitem__(self, index):\n        if index == 17:\n"
+        "            raise OSError('image file is truncated')\n        return super().__getitem__(index)\n\n"
+        "def torn():\n    return Torn(data())\n"
+    )
+    said = r"^sample 17 can't be fetched \(OSError: image file is truncated; its traceback is in ranks.log\); correct "
+    with pytest.raises(BadData, match=said):
+        train(config_of(data=f"{source}:torn", seed=9, loader_processes=processes), tmp_path / "run")
+    assert "in __getitem__" in (tmp_path / "run" / "ranks.log").read_text()
