@@ -21,6 +21,7 @@ _KEYS = {
     "zero": "parallel.zero",
     "tp": "parallel.tp",
     "pp": "parallel.pp",
+    "cp": "parallel.cp",
     "steps": "steps",
     "precision": "precision.mode",
     "sync_batchnorm": "parallel.sync_batchnorm",
@@ -37,6 +38,7 @@ _KEYS = {
 @click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
 @click.option("--tp", type=int, help="Ranks that share each tensor, as [tensor_parallel] of CONFIG says.")
 @click.option("--pp", type=int, help="Pipeline stages (--parallel.pipeline names the schedule).")
+@click.option("--cp", type=int, help="Ranks that share each sequence (--parallel.cp_method names the method).")
 @click.option("--steps", type=int, help="Optimizer steps.")
 @click.option("--precision", help="fp32, autocast-bf16, autocast-fp16, bf16, fp16, ... or O0 to O3.")
 @click.option("--resume-as", metavar="MODE", help="Go on in this precision from a checkpoint of another precision.")

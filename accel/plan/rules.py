@@ -69,8 +69,6 @@ def layout_problems(axes: Axes, global_batch: int) -> Iterator[str]:
         shape = f"tp {axes.tp} x pp {axes.pp}" + (f" x cp {axes.cp}" if axes.cp > 1 else "")
         yield f"{axes.world} ranks can't be divided evenly into groups of {shape}; use a multiple of {fixed} ranks"
         return
-    if axes.cp > 1 and fixed > axes.cp:
-        yield "context parallel can't be combined with tensor or pipeline parallel; use tp 1 and pp 1 with cp"
     yield from _zero(axes)
     if axes.ep > 1:
         yield from _experts(axes, axes.world // fixed)
@@ -181,8 +179,9 @@ def fit_problems(
         )
     if ring and seq % cp:
         yield f"the context-parallel size {cp} has to divide {seq} tokens of a sequence evenly; use a divisor of {seq}"
-    elif not ring and (heads % cp or kv_heads % cp or seq % cp):
+    elif not ring and heads % tp == 0 and (heads // tp % cp or seq % cp):
+        left = f" that tp {tp} leaves on a rank" if tp > 1 else ""
         yield (
-            f"the context-parallel size {cp} has to divide {heads} query heads, {kv_heads} key-value heads and {seq} "
-            "tokens of a sequence evenly; use a common divisor"
+            f"the context-parallel size {cp} has to divide {heads // tp} query heads{left} and {seq} tokens of a "
+            "sequence evenly; use a common divisor, or cp_method ring"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,12 +40,13 @@ class AroundAttention(TorchFunctionMode, ABC):
         finally:
             self._inside = False
 
-    def wrap(self, module: nn.Module) -> None:
+    def wrap(self, module: nn.Module, parts: Sequence[nn.Module] = ()) -> None:
         """Wraps ``module`` in place, so that ``module`` always runs in this context.
 
-        The blocks of ``module`` get the context too, because recomputation runs each block alone.
+        The blocks of ``module`` get the context too, because recomputation runs each block alone, and so do ``parts``
+        of the model that also run alone.
         """
-        for inner in (*blocks(module), module):
+        for inner in dict.fromkeys((*blocks(module), *parts, module)):
             inner.forward = partial(self._under, inner.forward)
 
     def _under(self, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -168,15 +168,19 @@ def build(
     check_groups([name for name, _ in module.named_parameters()], config.optimizer)
     inputs = input_names(module)
     module = batch_norm.replace(module, asked=p.sync_batchnorm)
-    if batch_norm.synced(module) and (ranks.tp is not None or ranks.pp is not None):
-        raise BadConfig(
-            "the model has a SyncBatchNorm, which works with data parallelism alone; use tp 1 and pp 1 with it"
-        )
+    _refuse_batch_norm(module, ranks)
     flops = _flops(module, data) if config.peak_flops and ranks.rank == 0 else 0.0
     if isinstance(data, Packed):
         keep_apart(module, data, ranks.device, parameter_dtype(mode))
-    if ranks.cp is not None:
-        context_parallel.share(module, config, ranks, data)
+    splits = context_parallel.split_names(p) if ranks.cp is not None else []
+    styles = tensor_parallel.match(module, config.tensor_parallel) if ranks.tp is not None else {}
+    if p.sequence_parallel:
+        tensor_parallel.check_sequence(module, styles, splits)
+    tried = tensor_check.try_whole(module, styles, config, ranks, data) if ranks.tp is not None else None
+    cut, hooks = context_parallel.cutter(ranks, p), {}
+    if cut is not None:
+        hooks = context_parallel.share(module, config, ranks, data, loss, cut)
+        tried = tried.part(cut.part) if tried is not None else None
     advice, history = [], None
     if config.precision.fp8 != "none":
         said, history = fp8.convert(module, config.precision, ranks.device)
@@ -189,13 +193,8 @@ def build(
     elif config.experts != type(config.experts)():
         raise BadConfig("the model has no mixture of experts that accel knows; leave out the table [experts]")
     recompute(module, p.recompute)
-    if config.compile:
-        for block in blocks(module):
-            block.compile()
-    styles = tensor_parallel.match(module, config.tensor_parallel) if ranks.tp is not None else {}
-    if p.sequence_parallel:
-        tensor_parallel.check_sequence(module, styles)
-    tried = tensor_check.try_whole(module, styles, config, ranks, data) if ranks.tp is not None else None
+    for block in blocks(module) if config.compile else ():
+        block.compile()
     if ranks.pp is not None:
         from .parallel import pipeline
 
@@ -203,7 +202,14 @@ def build(
         advice += filter(None, [said])
         module = pipeline.whole(stages)
     if ranks.tp is not None:
-        tensor_parallel.distribute(module, ranks.tp, styles, sequence=p.sequence_parallel)
+        tensor_parallel.distribute(
+            module,
+            ranks.tp,
+            styles,
+            sequence=p.sequence_parallel,
+            first=splits,
+            before=lambda: context_parallel.again(module, hooks, cut) if cut is not None else None,
+        )
         if tried is not None and ranks.pp is None:  # a pipeline stage alone can't run a sample
             exact = parameter_dtype(mode) == torch.float32 and not config.precision.tf32
             tensor_check.check_same(module, tried, ranks.tp, exact=exact, sequence=p.sequence_parallel)
@@ -216,7 +222,7 @@ def build(
             shard(
                 stage.module, None if single else ranks.data, p.zero, offload=p.offload, ddp=False, parts=stage.blocks
             )
-        run = pipeline.Pipelined(stages, config, ranks, loss)
+        run = pipeline.Pipelined(stages, config, ranks, loss, cut.part if cut is not None else None)
         return Built(module=module, passes=run, inputs=inputs, advice=advice, flops=flops)
     if ranks.world > 1:
         advice += filter(None, [batch_norm.advice(module, config.micro_batch)])
@@ -245,7 +251,7 @@ def build(
         zero=p.zero,
         mode=mode,
         device=ranks.device,
-        cut=context_parallel.cutter(ranks, config.parallel),
+        cut=cut,
         lessons=lessons,
         balance=balance,
         history=history,
@@ -260,6 +266,13 @@ def build(
         flops=flops,
         alike=alike,
     )
+
+
+def _refuse_batch_norm(module: nn.Module, ranks: Ranks) -> None:
+    if batch_norm.synced(module) and (ranks.tp is not None or ranks.pp is not None):
+        raise BadConfig(
+            "the model has a SyncBatchNorm, which works with data parallelism alone; use tp 1 and pp 1 with it"
+        )
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:

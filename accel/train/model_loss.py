@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from .batch import one_tensor
 from .loss import IGNORED, Loss, cross_entropy, squared_error, summed
 
-_BUILT_IN = (cross_entropy, squared_error)
+BUILT_IN = (cross_entropy, squared_error)
 
 
 class ObjectLoss:
@@ -27,7 +27,7 @@ class ObjectLoss:
         self._count: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.loss not in _BUILT_IN or isinstance(outputs, torch.Tensor):
+        if self.loss not in BUILT_IN or isinstance(outputs, torch.Tensor):
             return summed(self.loss, outputs, targets)
         own, logits = getattr(outputs, "loss", None), getattr(outputs, "logits", None)
         if self.loss is not cross_entropy or not isinstance(own, torch.Tensor):

@@ -3,7 +3,7 @@ passes of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from .distill.teacher import Lessons
 from .experts.balance import Balance
 from .model_loss import ObjectLoss, tensor_of
 from .parallel.batch_norm import uncounted
+from .parallel.context import Cut
 from .parallel.zero import micro_batch
 from .precision.delayed import History
 from .precision.modes import autocast, parameter_dtype
@@ -41,8 +42,8 @@ class Passes(Protocol):
 
 class Accumulated:
     """Runs one micro-batch after the other and accumulates the gradients. Under context parallelism, ``cut`` returns
-    this rank's part of the targets. ``lessons`` adds the losses against a
-    teacher, ``balance`` the losses of routers, and ``history`` the scales of fp8, if the run has them."""
+    this rank's part of the targets. ``lessons`` adds the losses against a teacher, ``balance`` the losses of routers,
+    and ``history`` the scales of fp8, if the run has them."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Accumulated:
         zero: int,
         mode: str,
         device: torch.device,
-        cut: Callable[[torch.Tensor], torch.Tensor] | None,
+        cut: Cut | None,
         lessons: Lessons | None = None,
         balance: Balance | None = None,
         history: History | None = None,
@@ -81,7 +82,7 @@ class Accumulated:
                 if self.lessons is not None and self.lessons.teacher is None:
                     targets, logits = targets
                 if self.cut is not None:
-                    targets = self.cut(one_tensor(targets, "context parallel"))
+                    targets = self.cut.part(one_tensor(targets, "context parallel"))
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = self.loss(outputs, targets)
                     if self.lessons is not None:

@@ -41,6 +41,7 @@ class Ranks:
     def counts(self) -> bool:
         """Tells whether the sum over all ranks includes this rank's loss and target count.
 
-        The ranks of a tensor-parallel group see the same targets, so only the first rank of the group is counted.
+        The ranks of a tensor-parallel group see the same targets, so only the first rank of the group is
+        counted. Each context-parallel rank has other targets.
         """
         return self.tp is None or self.tp.get_local_rank() == 0

@@ -17,7 +17,7 @@ APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
 # The styles that the config's table ``[tensor_parallel]`` may assign to a module. See ``accel.train.parallel.tensor``.
-STYLES = ("column", "row", "vocabulary", "sequence", "split")
+STYLES = ("column", "row", "vocabulary", "sequence", "split", "heads")
 # The granularity of the scales of fp8. See ``accel.train.precision.fp8``.
 FP8 = ("none", "tensorwise", "rowwise", "delayed")
 # What the stages of a pipeline are cut by. See ``accel.train.parallel.split``.
@@ -73,7 +73,7 @@ class ParallelConfig:
     stages. ``pipeline`` names the schedule of the stages, such as ``1f1b``. The stages are cut by ``pipeline_split``:
     the FLOPs of the modules (``flops``), or the measured times of the modules and of the tensors that stages send
     (``measured``). ``cp`` is the number of data-parallel ranks over which each sequence is split. ``cp_split`` names
-    the last module that works on whole sequences.
+    the last module that works on whole sequences, or several, separated by commas.
     ``cp_method`` is ``ulysses``, which shares the heads during attention, or ``ring``, which passes keys and values on.
     ``ep`` is the number of data-parallel ranks that share the experts of each block.
     ``sync_batchnorm`` lets batch norm use the statistics of all data-parallel ranks. ``recompute`` is the mode of

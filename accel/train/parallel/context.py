@@ -1,16 +1,18 @@
-"""Implements Ulysses context parallelism. Each rank holds a part of every sequence, and computes attention for a part
-of the heads.
+"""Implements context parallelism. Each rank holds a part of every sequence, and attention sees whole sequences.
 
-The method is from Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module
-(``parallel.cp_split``, which embeds tokens and positions) works on whole sequences, and its output is split over the
-ranks. Two all-to-alls around each call of ``F.scaled_dot_product_attention`` let a rank see all positions for its share
-of the heads. All other operations after the split have to process each position independently. Before training, a run
-on a sample checks that the split doesn't change the model's output. ZeRO treats each rank as a data-parallel rank.
+The model's code stays unchanged. The modules of ``parallel.cp_split``, which embed tokens and positions, work on whole
+sequences, and their outputs are cut over the ranks. ``F.scaled_dot_product_attention`` is replaced by ``Ulysses`` or
+``Ring``. All other operations after the cut have to process each position independently, and so has the loss. Before
+training, a run on a sample checks that the cut changes neither the model's output nor the loss.
+
+ZeRO treats a context-parallel rank as a data-parallel rank. With tensor parallel, the ranks of a tensor-parallel group
+hold the same part of a sequence, which sequence parallelism cuts once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,122 +20,248 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
-from accel.errors import BadConfig, BadData, one_line
+from accel.errors import AccelError, BadConfig, BadData, one_line
 
-from ..attention import AroundAttention
-from ..batch import call, to_device
+from .. import loss as losses
+from ..batch import call, input_names, moved, one_tensor, to_device
 from ..config.schema import ParallelConfig, TrainConfig
+from ..model_loss import BUILT_IN, tensor_of
 from ..precision.modes import parameter_dtype
 from ..ranks import Ranks
-from .ring import Ring, check_mask, pieces
+from .ring import Ring, pieces
+from .shared_attention import SharedAttention
+from .ulysses import Ulysses
 
-_HEADS, _POSITIONS = 1, 2
+_POSITIONS = "position_ids"
 _FIX = (
     "let parallel.cp_split name the module that embeds tokens and positions, and let only "
     "F.scaled_dot_product_attention look at other positions"
 )
+_LOSS_FIX = "let the loss be a sum over positions that are independent of each other, or use parallel.cp = 1"
 
 
-class Ulysses(AroundAttention):
-    """A context in which attention sees whole sequences.
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Cuts tensors along their positions into a part for each rank of ``mesh``. With ``balanced``, a part is a piece
+    from the front and a piece from the back, as ring attention needs it."""
 
-    ``attention`` takes and returns float[batch, heads, this rank's positions, width].
-    """
+    mesh: DeviceMesh
+    balanced: bool
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.mesh = mesh
+    def part(self, tensor: torch.Tensor, dim: int = 1, rank: int | None = None) -> torch.Tensor:
+        """Returns the part of ``rank`` (by default of this rank) of ``tensor`` along ``dim``.
 
-    def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: Any = None,
-        *rest: Any,
-        **named: Any,
-    ) -> torch.Tensor:
-        for tensor in (query, key, value):
-            if tensor.ndim != 4 or tensor.shape[_HEADS] % self.mesh.size():
-                raise BadConfig(
-                    f"attention gets a tensor of shape {list(tensor.shape)}, but takes only the shape [batch, heads, "
-                    f"positions, width], in which heads is a multiple of cp {self.mesh.size()}; use a cp that divides "
-                    "the number of heads, or parallel.cp_method = ring"
-                )
-        if attn_mask is not None:
-            causal = bool(rest[1] if len(rest) > 1 else named.get("is_causal", False))
-            check_mask(attn_mask, query.shape[_POSITIONS] * self.mesh.size(), is_causal=causal)
-            if attn_mask.ndim > _HEADS + 1 and attn_mask.shape[-3] > 1:  # a mask for each head
-                attn_mask = attn_mask.chunk(self.mesh.size(), -3)[self.mesh.get_local_rank()]
-        whole = [self._turn(tensor, _POSITIONS, _HEADS) for tensor in (query, key, value)]
-        found = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], attn_mask, *rest, **named)
-        return self._turn(found, _HEADS, _POSITIONS)
+        Raises ``BadData`` if ``tensor`` has no such dim, or if ``dim`` can't be cut into equal parts.
+        """
+        ranks, rank = self.mesh.size(), self.mesh.get_local_rank() if rank is None else rank
+        if tensor.ndim <= dim:
+            raise BadData(
+                f"a tensor of the shape {list(tensor.shape)} has no positions that ranks could share; give a target "
+                "for each position, or use parallel.cp = 1"
+            )
+        length = tensor.shape[dim]
+        if length % ranks:
+            raise BadData(f"the sequence length {length} is not a multiple of cp {ranks}; pad the sequence")
+        mine = pieces(rank, ranks, length, balanced=self.balanced)
+        found = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in mine]
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
 
-    def _turn(self, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
-        """Takes this rank's shard of a tensor that is sharded along dim ``had``. Returns this rank's shard of the same
-        tensor along dim ``gets``."""
-        shared = DTensor.from_local(tensor, self.mesh, (Shard(had),), run_check=False)
-        return shared.redistribute(placements=(Shard(gets),)).to_local()
+    def hidden(self, output: Any) -> Any:
+        """Returns this rank's part of a module's ``output``: a tensor [..., positions, width], or a tuple of such
+        tensors."""
+        if isinstance(output, tuple | list):
+            return tuple(self.hidden(inner) for inner in output)
+        # Copies the part, because a view would keep the whole output in memory until the backward pass.
+        return self.part(output, output.ndim - 2).clone() if isinstance(output, torch.Tensor) else output
+
+    def after(self, module: nn.Module) -> RemovableHandle:
+        """Lets ``module`` return only this rank's part of its output."""
+        return module.register_forward_hook(lambda _, __, output: self.hidden(output))
 
 
-def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any]) -> None:
+def cutter(ranks: Ranks, layout: ParallelConfig) -> Cut | None:
+    """Returns how the ranks cut sequences, or None without context parallelism."""
+    return Cut(mesh=ranks.cp, balanced=layout.cp_method == "ring") if ranks.cp is not None else None
+
+
+def split_names(layout: ParallelConfig) -> list[str]:
+    """Returns the names of the modules after which sequences are cut."""
+    return [name.strip() for name in layout.cp_split.split(",")]
+
+
+def share(
+    module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any], loss: losses.Loss, cut: Cut
+) -> dict[str, RemovableHandle]:
     """Changes ``module`` in place to work on this rank's part of the sequence. ``module`` must not be sharded yet.
+    Returns the hooks that cut the outputs of modules, by the name of the module.
 
-    Raises ``BadConfig`` if ``parallel.cp_split`` names no module of ``module``, or if the split changes the model's
-    output. The output changes if the model computes position numbers after the split, or if an operation other than
-    attention reads several positions.
+    Raises ``BadConfig`` if ``parallel.cp_split`` names no module of ``module``, or if the cut changes the model's
+    output or the loss. The output changes if the model computes position numbers after the cut, or if an operation
+    other than attention reads several positions.
     """
-    mesh, name = ranks.cp, config.parallel.cp_split
-    assert mesh is not None
-    try:
-        embedding = module.get_submodule(name)
-    except AttributeError:
-        said = f"the model has no module {name!r}, which parallel.cp_split names"
-        raise BadConfig(f"{said}; name the module that embeds its tokens") from None
-    sample = torch.utils.data.default_collate([data[0]])[0]
+    names = split_names(config.parallel)
+    found = {}
+    for name in names:
+        try:
+            found[name] = module.get_submodule(name)
+        except AttributeError:
+            said = f"the model has no module {name!r}, which parallel.cp_split names"
+            raise BadConfig(f"{said}; name the module that embeds its tokens") from None
+    sample, targets = torch.utils.data.default_collate([data[0]])
     inputs = to_device(sample, ranks.device, parameter_dtype(config.precision.resolved))
     module.eval()
     with torch.no_grad():
-        ring = config.parallel.cp_method == "ring"
-        expected = part(call(module, inputs), mesh, balanced=ring)
-        # Copies the part, because a view would keep the whole output in memory until the backward pass.
-        embedding.register_forward_hook(
-            lambda _, __, output: part(output, mesh, output.ndim - 2, balanced=ring).clone()
-        )
-        around: AroundAttention = Ring(mesh) if ring else Ulysses(mesh)
-        around.wrap(module)
-        try:
-            found = call(module, inputs)
-        except BadConfig:
-            raise
-        except Exception as error:
-            reason = one_line(error, 200)
-            raise BadConfig(
-                f"the model can't be run if the sequence is cut after the module {name} ({reason}); {_FIX}"
-            ) from error
+        whole = _scores(call(module, inputs), loss, config)
+    targets = one_tensor(moved(targets, ranks.device), "context parallel")
+    _check_loss(loss, config.loss or "the default loss", whole, targets, cut)
+    expected = cut.part(whole).clone()
+    del whole
+    hooks = {name: cut.after(part) for name, part in found.items()}
+    around: SharedAttention = Ring(cut.mesh) if config.parallel.cp_method == "ring" else Ulysses(cut.mesh)
+    parts: list[nn.Module] = []
+    if ranks.pp is not None:
+        from .pipeline import chain
+
+        parts = [module.get_submodule(name) for name in chain(module)]
+    around.wrap(module, parts)
+    _place(module, cut, lambda: _problem(partial(call, module, inputs), expected, around, ", ".join(names)))
     module.train()
-    right = found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3)
-    wrong = torch.tensor(float(not right), device=ranks.device)
-    dist.all_reduce(wrong, group=mesh.get_group())  # the output may be wrong on some ranks only
-    if wrong:
-        raise BadConfig(f"the output of the model changes if the sequence is cut after the module {name}; {_FIX}")
+    return hooks
 
 
-def cutter(ranks: Ranks, layout: ParallelConfig) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Returns the function that takes whole targets and returns this rank's part, or None without context
-    parallelism."""
-    return partial(part, mesh=ranks.cp, balanced=layout.cp_method == "ring") if ranks.cp is not None else None
+def again(module: nn.Module, hooks: dict[str, RemovableHandle], cut: Cut) -> None:
+    """Cuts the outputs of the modules in ``hooks`` after all hooks that the modules got since ``share``."""
+    named = dict(module.named_modules())
+    for name in hooks.keys() & named.keys():  # the other modules are in other pipeline stages
+        hooks[name].remove()
+        hooks[name] = cut.after(named[name])
 
 
-def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int = 1, *, balanced: bool = False) -> torch.Tensor:
-    """Returns this rank's part of ``tensor`` along ``dim``. With ``balanced``, the part is a piece from the front and a
-    piece from the back, as ring attention needs it. Raises ``BadData`` if ``dim`` can't be cut into equal parts."""
-    length = tensor.shape[dim]
-    if length % mesh.size():
-        raise BadData(f"the sequence length {length} is not a multiple of cp {mesh.size()}; pad the sequence")
-    mine = pieces(mesh.get_local_rank(), mesh.size(), length, balanced=balanced)
-    found = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in mine]
-    return found[0] if len(found) == 1 else torch.cat(found, dim)
+def _scores(outputs: Any, loss: losses.Loss, config: TrainConfig) -> torch.Tensor:
+    """Returns the tensor of a model's ``outputs`` that the loss takes."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(getattr(outputs, "loss", None), torch.Tensor):
+        raise BadConfig(
+            "the model computes its own loss from whole sequences, which context parallel can't do; leave the labels "
+            "out of the inputs, and give samples (inputs, targets) with a target for each position (for a causal "
+            "language model, the next token), or use parallel.cp = 1"
+        )
+    if loss not in BUILT_IN or getattr(outputs, "logits", None) is None:
+        raise BadConfig(
+            f"the model returns a {type(outputs).__name__}, but with context parallel {config.loss or 'the loss'} "
+            "needs a tensor, or logits and a loss of accel; let the model return a tensor, or use parallel.cp = 1"
+        )
+    return tensor_of(outputs)
+
+
+def _check_loss(loss: losses.Loss, name: str, outputs: torch.Tensor, targets: torch.Tensor, cut: Cut) -> None:
+    """Raises ``BadConfig`` if the losses of the parts don't add up to the loss of whole sequences."""
+    found: list[tuple[float, float, torch.Tensor]] = []
+    for ranks in ([None], range(cut.mesh.size())):
+        leaf = outputs.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            try:
+                pairs = [
+                    losses.summed(loss, leaf, targets)
+                    if rank is None
+                    else losses.summed(loss, cut.part(leaf, rank=rank), cut.part(targets, rank=rank))
+                    for rank in ranks
+                ]
+            except AccelError:
+                raise
+            except Exception as error:
+                if not found:
+                    raise
+                reason = one_line(error, 200)
+                raise BadConfig(f"{name} can't be computed for a part of a sequence ({reason}); {_LOSS_FIX}") from error
+            total = torch.stack([total for total, _ in pairs]).sum()
+            (gradient,) = torch.autograd.grad(total, leaf)
+        found.append((float(total), float(sum(count for _, count in pairs)), gradient.float()))
+    (one, count, slope), (parts, counts, slopes) = found
+    near = 1e-4 if outputs.dtype == torch.float32 else 1e-2
+    # The gradient shows a position that a part leaves out, however long the sequence is.
+    same = abs(one - parts) <= near * abs(one) + 1e-6 and count == counts
+    if not (same and torch.allclose(slope, slopes, rtol=1e-2, atol=1e-3 * float(slope.abs().max()))):
+        raise BadConfig(
+            f"{name} of a sequence is {one:g} over {count:g} targets, but the losses of its parts add up to {parts:g} "
+            f"over {counts:g}; {_LOSS_FIX}"
+        )
+
+
+def _place(module: nn.Module, cut: Cut, problem: Callable[[], str]) -> None:
+    """Gives ``module`` the position numbers with which ``problem()`` is "". Raises ``BadConfig`` if there are none.
+
+    Some models compute the numbers before the cut, some after the cut, and some take the numbers of whole sequences.
+    Only a run shows which of these a model does.
+    """
+    forward = module.forward
+    said = problem()
+    if said and _POSITIONS in input_names(module):
+        for whole in (False, True):
+            module.forward = partial(_numbered, forward, input_names(module), cut, whole)
+            if not problem():
+                return
+        module.forward = forward
+    if said:
+        raise BadConfig(said)
+
+
+def _numbered(
+    forward: Callable[..., Any], names: Sequence[str], cut: Cut, whole: bool, *inputs: Any, **named: Any
+) -> Any:
+    """Runs ``forward`` with the numbers of all positions, or of this rank's positions if ``whole`` is false."""
+    given = dict(zip(names, inputs, strict=False)) | named
+    numbers = given.get(_POSITIONS)
+    if numbers is None:
+        first = next(value for value in given.values() if isinstance(value, torch.Tensor))
+        numbers = torch.arange(first.shape[1], device=first.device).expand(first.shape[0], -1)
+    return forward(**{**given, _POSITIONS: numbers if whole else cut.part(numbers)})
+
+
+class _Elsewhere(Exception):
+    """Another rank found a problem."""
+
+
+def _problem(run: Callable[[], Any], expected: torch.Tensor, around: SharedAttention, where: str) -> str:
+    """Returns why ``run`` doesn't give ``expected`` on all ranks, or "". All ranks return the same text.
+
+    A rank that finds a problem doesn't reach the next call of attention, in which the other ranks would wait for it.
+    So the ranks agree before each call whether one of them has a problem.
+    """
+    group = around.mesh.get_group()
+
+    def agree(problem: bool) -> bool:
+        flag = torch.tensor(float(problem), device=expected.device)
+        dist.all_reduce(flag, group=group)
+        return bool(flag)
+
+    def before() -> None:
+        if agree(False):
+            raise _Elsewhere
+
+    said, around.before = "", before
+    try:
+        with torch.no_grad():
+            found = tensor_of(run())
+        right = found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3)
+        if not right:
+            said = f"the output of the model changes if the sequence is cut after the module {where}; {_FIX}"
+        agree(not right)
+    except _Elsewhere:
+        pass
+    except Exception as error:
+        said = (
+            str(error)
+            if isinstance(error, AccelError)
+            else f"the model can't be run if the sequence is cut after the module {where} ({one_line(error, 200)}); "
+            f"{_FIX}"
+        )
+        agree(True)
+    finally:
+        around.before = None
+    every: list[Any] = [None] * around.mesh.size()
+    dist.all_gather_object(every, said, group=group)
+    return next(filter(None, every), "")

@@ -63,13 +63,18 @@ def join(config: TrainConfig) -> Ranks:
         return Ranks(**common, data=mesh, cp=cp, data_rank=rank // p.cp)
     # With tp or pp, ZeRO stage 0 uses FSDP2 too, so that all parameters are DTensors. The axis dp_shard then has one
     # rank.
-    replicate = samples if p.zero == 0 else p.replicate
-    mesh = init_device_mesh(device.type, (p.pp, replicate, samples // replicate, p.tp), mesh_dim_names=AXES)
+    averaged = samples * p.cp
+    replicate = averaged if p.zero == 0 else p.replicate
+    mesh = init_device_mesh(device.type, (p.pp, replicate, averaged // replicate, p.tp), mesh_dim_names=AXES)
     place = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
+    cp = None
+    if p.cp > 1:  # a mesh of its own, because a group of replicas may be smaller than cp
+        cp = init_device_mesh(device.type, (p.pp, samples, p.cp, p.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))["cp"]
     return Ranks(
         **common,
         data=mesh[AXES[1:3]] if replicate > 1 else mesh["dp_shard"],
         tp=mesh["tp"] if p.tp > 1 else None,
         pp=mesh["pp"] if p.pp > 1 else None,
-        data_rank=place["dp_replicate"] * (samples // replicate) + place["dp_shard"],
+        cp=cp,
+        data_rank=(place["dp_replicate"] * (averaged // replicate) + place["dp_shard"]) // p.cp,
     )

@@ -16,6 +16,7 @@ from ..batch import call, one_tensor, to_device
 from ..config.schema import TrainConfig
 from ..precision.modes import autocast, parameter_dtype
 from ..ranks import Ranks
+from .context import cutter
 from .split import Times
 
 # Each time is the median of this number of runs. One more run before them isn't counted.
@@ -32,8 +33,10 @@ def measure(
     """
     assert ranks.pp is not None
     said: list[Any] = [None]
-    if ranks.rank == 0:
-        said = [_of_modules(module, names, config, loss, ranks.device, data)]
+    # The ranks that share the sequences of the first rank have to take part.
+    together = [0] if ranks.cp is None else dist.get_process_group_ranks(ranks.cp.get_group())
+    if ranks.rank in together and 0 in together:
+        said = [_of_modules(module, names, config, loss, ranks, data)]
     dist.broadcast_object_list(said, src=0, group=ranks.saving)
     forward, backward, sizes = said[0]
     said = [{size: _sent(size, ranks.pp.get_group(), ranks.device) for size in sorted(set(sizes))}]
@@ -51,13 +54,14 @@ def _of_modules(
     names: Sequence[str],
     config: TrainConfig,
     loss: losses.Loss,
-    device: torch.device,
+    ranks: Ranks,
     data: Sequence[Any],
 ) -> tuple[list[float], list[float], list[int]]:
     """Returns the seconds of the forward and the backward passes, and the bytes of each output except the last."""
-    mode = config.precision.resolved
+    mode, device, cut = config.precision.resolved, ranks.device, cutter(ranks, config.parallel)
     x, targets = torch.utils.data.default_collate([data[i % len(data)] for i in range(config.micro_batch)])
     x, targets = to_device(x, device, parameter_dtype(mode)), one_tensor(targets, "a pipeline").to(device)
+    targets = cut.part(targets) if cut is not None else targets
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     forward, backward, sizes = [], [], []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -13,7 +13,7 @@ one after the other. Before the chain is cut, a run on a sample checks the order
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -293,10 +293,19 @@ def whole(stages: Sequence[Cut]) -> nn.Module:
 
 
 class Pipelined:
-    """Runs the forward and backward passes of a step through a pipeline."""
+    """Runs the forward and backward passes of a step through a pipeline. Under context parallelism, ``part`` returns
+    this rank's part of the targets."""
 
-    def __init__(self, stages: Sequence[Cut], config: TrainConfig, ranks: Ranks, loss: losses.Loss) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Cut],
+        config: TrainConfig,
+        ranks: Ranks,
+        loss: losses.Loss,
+        part: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         assert ranks.pp is not None
+        self.part = part
         self.loss, self.ranks, self.dtype = loss, ranks, parameter_dtype(config.precision.resolved)
         self.forth = 1.0
         self.count = config.accumulation(ranks.world)
@@ -333,6 +342,7 @@ class Pipelined:
         target = None
         if self.last:
             target = torch.cat([one_tensor(y, "a pipeline") for _, y in batches]).to(self.ranks.device)
+            target = self.part(target) if self.part is not None else target
         with loss_parallel():  # a loss over a sharded vocabulary needs this context for its backward pass
             # Without return_outputs=False, torch keeps the outputs of all micro-batches, and then copies them together.
             self.schedule.step(*inputs, return_outputs=False, **({"target": target} if self.last else {}))

@@ -18,63 +18,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from accel.errors import BadConfig
 
-from ..attention import AroundAttention
+from .shared_attention import Call, SharedAttention
 
 
-class Ring(AroundAttention):
-    """A context in which attention sees whole sequences.
+class Ring(SharedAttention):
+    """A context in which keys and values travel around the ring of ranks."""
 
-    ``attention`` takes and returns float[batch, heads, this rank's positions, width].
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.group = mesh.get_group()
-
-    def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if dropout_p:
+    def check(self, query: torch.Tensor, key: torch.Tensor, call: Call) -> None:
+        if call.dropout:
             raise BadConfig("ring attention takes no dropout; use dropout 0 in attention, or parallel.cp = 1")
-        if query.ndim != 4 or query.shape[2] != key.shape[2]:
+        if query.shape[2] != key.shape[2]:
             raise BadConfig(
-                f"attention gets tensors of the shapes {list(query.shape)} and {list(key.shape)}, but takes only the "
-                "shape [batch, heads, positions, width] with as many keys as queries; use parallel.cp = 1"
+                f"ring attention gets {query.shape[2]} queries and {key.shape[2]} keys, but takes only as many keys as "
+                "queries; use parallel.cp = 1"
             )
-        if enable_gqa:
+
+    def shared(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+        if call.grouped:
             copies = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        if attn_mask is not None:
-            check_mask(attn_mask, query.shape[2] * dist.get_world_size(self.group), is_causal=is_causal)
-        found: torch.Tensor = _RingAttention.apply(query, key, value, attn_mask, self.group, is_causal, factor)
+        factor = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        group = self.mesh.get_group()
+        found: torch.Tensor = _RingAttention.apply(query, key, value, call.mask, group, call.causal, factor)
         return found
-
-
-def check_mask(mask: torch.Tensor, length: int, *, is_causal: bool) -> None:
-    """Raises ``BadConfig`` if ``mask`` isn't the mask of a whole sequence of ``length`` positions, if attention is also
-    causal by itself, or if the mask is trained."""
-    if is_causal:
-        raise BadConfig("attention gets a mask and is_causal=True; pass one of the two")
-    if mask.requires_grad:
-        raise BadConfig("context parallel can't train an attention mask; use a fixed mask, or parallel.cp = 1")
-    if mask.ndim < 2 or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
-        raise BadConfig(
-            f"attention gets a mask of the shape {list(mask.shape)}, but each rank needs the mask of the whole "
-            f"sequence, [..., {length} or 1, {length}]; make the mask from the model's inputs, or use parallel.cp = 1"
-        )
 
 
 def pieces(rank: int, ranks: int, length: int, *, balanced: bool = True) -> list[slice]:

@@ -6,6 +6,7 @@
     "blocks.*.norm?" = "sequence"               # works on each rank's part of the sequence
     "blocks.*.attention.[qkv]*" = "column"      # Linear: outputs are cut, inputs are whole
     "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks.
+    "blocks.*.attention.*_norm" = "heads"       # works on each rank's part of the heads
 
 Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallelism is from Korthikanti et
 al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
@@ -19,7 +20,7 @@ sharded logits. The model's code must not use a fixed number of heads, because a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -72,12 +73,20 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raises ``BadConfig`` if a ``column`` layer would gather a sequence although no module splits the sequence."""
+def check_sequence(module: nn.Module, styles: Mapping[str, str], first: Collection[str] = ()) -> None:
+    """Raises ``BadConfig`` if a ``column`` layer would gather a sequence although no module splits the sequence.
+
+    Context parallel cuts sequences after the modules ``first``. Also raises ``BadConfig`` if a module outside of them
+    splits a sequence, because that would be before or instead of the cut.
+    """
     modules = dict(module.named_modules())
-    splits = any(
-        s == "split" or (s == "vocabulary" and isinstance(modules[n], nn.Embedding)) for n, s in styles.items()
-    )
+    splits = [name for name, style in styles.items() if _splits(modules[name], style)]
+    outside = next((name for name in splits if first and not any(_inside(name, part) for part in first)), None)
+    if outside is not None:
+        raise BadConfig(
+            f"the module {outside} splits the sequence over the tensor-parallel ranks, but context parallel cuts it "
+            f"after {', '.join(first)}; add {outside} to parallel.cp_split, or pass --parallel.sequence_parallel=false"
+        )
     column = next((name for name, style in styles.items() if style == "column"), None)
     if column is not None and not splits:
         raise BadConfig(
@@ -87,17 +96,35 @@ def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
         )
 
 
+def _splits(part: nn.Module, style: str) -> bool:
+    """Tells whether sequence parallelism begins at the output of ``part``."""
+    return style == "split" or (style == "vocabulary" and isinstance(part, nn.Embedding))
+
+
+def _inside(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")
+
+
 def fits(name: str, pattern: str) -> bool:
     """Tells whether ``pattern`` matches a module's ``name``. Compares the components between the dots one by one."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
+def distribute(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, str],
+    *,
+    sequence: bool,
+    first: Collection[str] = (),
+    before: Callable[[], None] = lambda: None,
+) -> None:
     """Shards each module of ``styles`` in place over the only axis of ``mesh``. The names of modules don't change.
 
-    ``sequence`` adds sequence parallelism. Raises ``BadConfig`` if a column or row layer can't be split evenly over the
-    ranks.
+    ``sequence`` adds sequence parallelism. Context parallel cuts sequences after the modules ``first``, which therefore
+    work on whole sequences. Their outputs are split after ``before`` was called. Raises ``BadConfig`` if a column or
+    row layer can't be split evenly over the ranks.
     """
     shared = _shared(module)
     gathered = _Gathered()
@@ -113,10 +140,16 @@ def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *
                     f"the layer {name} has {size} {style}s, but this number has to be a multiple of tp {mesh.size()}; "
                     f"use a tp that divides {size}"
                 )
-        for made in _styles(part, style, gathered, sequence=sequence):
+        inner = any(_inside(name, outer) for outer in first)
+        for made in _styles(part, style, gathered, sequence=sequence and not inner):
             parallelize_module(part, mesh, made, src_data_rank=None)  # every rank has the same weights already
-    for first, others in shared:
-        owner, _, key = first.rpartition(".")
+    before()
+    modules = dict(module.named_modules())
+    for outer in first if sequence else ():
+        if any(_inside(n, outer) and n in modules and _splits(modules[n], s) for n, s in styles.items()):
+            parallelize_module(modules[outer], mesh, _Split(), src_data_rank=None)
+    for kept, others in shared:
+        owner, _, key = kept.rpartition(".")
         for other in others:
             to, _, name = other.rpartition(".")
             setattr(module.get_submodule(to), name, getattr(module.get_submodule(owner), key))
@@ -138,6 +171,8 @@ def _styles(part: nn.Module, style: str, gathered: _Gathered, *, sequence: bool)
         yield SequenceParallel(sequence_dim=_SEQUENCE, use_local_output=True)
     elif style == "split" and sequence:
         yield _Split()
+    elif style == "heads":  # DTensor needs to know only that a dim is cut, so that it sums the parameter's gradient
+        yield SequenceParallel(sequence_dim=_SEQUENCE, use_local_output=True)
 
 
 class _Gathered:
@@ -237,7 +272,7 @@ def check_replicated(
             raise TrainingFailed(
                 f"the parameter {name} has a different gradient on each tensor-parallel rank, because the module "
                 f"{module} gets only a part of its input; give the module a style, e.g. "
-                f'"{module}" = "sequence" in [tensor_parallel]'
+                f'"{module}" = "sequence" in [tensor_parallel], or "heads" for a norm over heads'
             )
 
 

@@ -8,8 +8,8 @@ wrong weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,10 @@ class Tried:
     output: torch.Tensor | None
     attentions: tuple[Attention, ...]
 
+    def part(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> Tried:
+        """Returns the result of a rank that holds the part ``cut(output)`` of the sequence."""
+        return self if self.output is None else replace(self, output=cut(self.output))
+
 
 def try_whole(
     module: nn.Module, styles: Mapping[str, str], config: TrainConfig, ranks: Ranks, data: Sequence[Any]
@@ -77,13 +81,16 @@ def try_whole(
     sample = torch.utils.data.default_collate([data[0]])[0]
     inputs = to_device(sample, ranks.device, parameter_dtype(config.precision.resolved))
     found = attempt(module, inputs, [])
-    check_heads(module, styles, found.attentions, ranks.tp.size())
+    p = config.parallel
+    check_heads(module, styles, found.attentions, p.tp, p.cp if p.cp_method == "ulysses" else 1)
     return found
 
 
-def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequence[Attention], tp: int) -> None:
-    """Raises ``BadConfig`` if a column layer in ``styles`` makes attention heads that ``tp`` ranks can't share
-    evenly."""
+def check_heads(
+    module: nn.Module, styles: Mapping[str, str], attentions: Sequence[Attention], tp: int, cp: int = 1
+) -> None:
+    """Raises ``BadConfig`` if a column layer in ``styles`` makes attention heads that ``tp`` ranks can't share evenly,
+    or that leave heads on a tensor-parallel rank which ``cp`` context-parallel ranks can't share."""
     for seen in (one for one in attentions if one.has_heads):
         inside, width = f"{seen.module}." if seen.module else "", seen.query[_WIDTH]
         for name in (name for name, style in styles.items() if style == "column" and name.startswith(inside)):
@@ -95,6 +102,12 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequen
                         f"the layer {name} makes {heads} head{several} of width {width}, but tp {tp} would split a "
                         f"head; use a --tp that divides {heads}"
                     )
+            heads = seen.query[_HEADS]
+            if isinstance(part, nn.Linear) and part.out_features == heads * width and heads // tp % cp:
+                raise BadConfig(
+                    f"the layer {name} makes {heads} heads, of which tp {tp} leaves {heads // tp} on a rank, and cp "
+                    f"{cp} can't share these; use a smaller tp or cp, or parallel.cp_method = ring"
+                )
 
 
 def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool, sequence: bool) -> None:

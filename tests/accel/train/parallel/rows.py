@@ -49,6 +49,9 @@ ROWS: dict[str, list[str]] = {
 }  # fmt: skip
 OWN_MODEL = f"model={SMALL}:decoder"
 MASKED = f"model={SMALL}:masked"
+WINDOWED = f"model={SMALL}:windowed"
+RING = ["parallel.cp=2", "parallel.cp_method=ring"]
+WHOLE = "parallel.sequence_parallel=false"
 SCALED = ["precision.loss_scale=1024"]
 SIXTEEN = {
     "autocast-bf16": ["precision.mode=autocast-bf16"],
@@ -173,6 +176,35 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "CP 4 (ring) x ZeRO 1": ["parallel.cp=4", "parallel.cp_method=ring", "parallel.zero=1"],
         "EP 4 x ZeRO 1, experts, clipping": ["parallel.ep=4", "parallel.zero=1", "optimizer.clip=0.1", *EXPERTS],
         "PP 4, GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],
+        "CP 2 (Ulysses) x TP 2, sequence parallel": ["parallel.cp=2", "parallel.tp=2"],
+        "CP 2 (ring) x TP 2, sequence parallel, clipping": [*RING, "parallel.tp=2", "optimizer.clip=0.1"],
+        "CP 2 (Ulysses) x TP 2, no sequence parallel": ["parallel.cp=2", "parallel.tp=2", WHOLE],
+        "CP 2 (ring) x TP 2, no sequence parallel": [*RING, "parallel.tp=2", WHOLE],
+        "CP 2 (Ulysses) x TP 2 x ZeRO 3, full recomputation": [
+            "parallel.cp=2", "parallel.tp=2", "parallel.zero=3", "parallel.recompute=full",
+        ],
+        "CP 2 (ring) x TP 2 x ZeRO 2, windows": [*RING, "parallel.tp=2", "parallel.zero=2", WINDOWED],
+        "CP 2 (Ulysses) x TP 2 x ZeRO 1, windows, accumulation": [
+            "parallel.cp=2", "parallel.tp=2", "parallel.zero=1", "micro_batch=2", WINDOWED,
+        ],
+        "CP 2 (Ulysses) x PP 2, GPipe": ["parallel.cp=2", "parallel.pp=2", "parallel.pipeline=gpipe"],
+        "CP 2 (ring) x PP 2 x ZeRO 1, 1F1B, clipping": [
+            *RING, "parallel.pp=2", "parallel.zero=1", "micro_batch=1", "optimizer.clip=0.1",
+        ],
+        "CP 2 (Ulysses) x PP 2 x ZeRO 2, interleaved": [
+            "parallel.cp=2", "parallel.pp=2", "parallel.zero=2", "parallel.pipeline=interleaved",
+        ],
+        "CP 2 (ring) x PP 2, interleaved, measured stages": [
+            *RING, "parallel.pp=2", "parallel.pipeline=interleaved", "parallel.pipeline_split=measured",
+        ],
+        "CP 2 (Ulysses) x PP 2, zero-bubble": ["parallel.cp=2", "parallel.pp=2", "parallel.pipeline=zero-bubble"],
+        "CP 2 (ring) x PP 2 x ZeRO 1, zero-bubble, full recomputation, windows": [
+            *RING, "parallel.pp=2", "parallel.zero=1", "parallel.pipeline=zero-bubble", "parallel.recompute=full",
+            WINDOWED,
+        ],
+        "CP 2 (Ulysses) x PP 2, 1F1B, selective recomputation, windows": [
+            "parallel.cp=2", "parallel.pp=2", "parallel.recompute=selective", WINDOWED,
+        ],
     },
     8: {
         "PP 2 x ZeRO 1 x TP 2, 1F1B, clipping": [
@@ -182,6 +214,17 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "PP 2 x ZeRO 1 in 2 replicas": ["parallel.pp=2", "parallel.zero=1", "parallel.replicate=2", "micro_batch=1"],
         "ZeRO 3 in 2 replicas, hpZ 2": [
             "parallel.zero=3", "parallel.replicate=2", "parallel.hpz=2", "micro_batch=1",
+        ],
+        "CP 2 (Ulysses) x PP 2 x TP 2, 1F1B": ["parallel.cp=2", "parallel.pp=2", "parallel.tp=2"],
+        "CP 2 (ring) x PP 2 x TP 2 x ZeRO 2, zero-bubble, windows": [
+            *RING, "parallel.pp=2", "parallel.tp=2", "parallel.zero=2", "parallel.pipeline=zero-bubble", WINDOWED,
+        ],
+        "CP 2 (ring) x PP 2 x TP 2 x ZeRO 1, interleaved, no sequence parallel, clipping": [
+            *RING, "parallel.pp=2", "parallel.tp=2", "parallel.zero=1", "parallel.pipeline=interleaved", WHOLE,
+            "optimizer.clip=0.1",
+        ],
+        "CP 2 (Ulysses) x TP 2 x ZeRO 3 in 2 replicas": [
+            "parallel.cp=2", "parallel.tp=2", "parallel.zero=3", "parallel.replicate=2",
         ],
     },
 }  # fmt: skip

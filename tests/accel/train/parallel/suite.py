@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from accel.errors import AccelError
 from accel.sources.python_object import load_object
@@ -77,6 +78,9 @@ def config(overrides: list[str]) -> TrainConfig:
 def _join(layout: ParallelConfig) -> Ranks:
     """Returns the process groups of a layout. The groups of each layout are made only once, because making them takes
     most of a check's time."""
+    # DTensor remembers the layouts of operators by the ranks of a mesh. If an earlier layout has a mesh of these ranks,
+    # some ranks of this layout would find entries, and the other ranks would wait for them.
+    _clear_sharding_prop_cache()
     return join(TrainConfig(parallel=layout, global_batch=8 * 1024, micro_batch=1))
 
 

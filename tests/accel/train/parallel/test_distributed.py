@@ -50,6 +50,7 @@ def _reference(name: str) -> str:
         "clipping",
         "distilled",
         "masks",
+        "windows",
         "fp8, delayed",
     )
     return next((kind for kind in special if kind in name), "plain")
@@ -82,6 +83,7 @@ _REFERENCES: dict[str, list[str]] = {
     "packed documents": rows.PACKED,
     "distilled": rows.DISTILLED,
     "masks": [rows.MASKED],
+    "windows": [rows.WINDOWED],
     "fp8, delayed": rows.FP8,
     "experts": [*rows.EXPERTS, "micro_batch=8"],
     "experts, clipping": [*rows.EXPERTS, "micro_batch=8", "optimizer.clip=0.1"],
@@ -218,7 +220,7 @@ def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, 
     """Checks that a run uses exactly the techniques in its config. The techniques are CPU offload, hpZ's second shards
     and compiled blocks. The losses would not show that a technique is missing."""
     p = suite.config(rows.of(world)[name]).parallel
-    shards = world // (p.tp * p.pp * p.replicate)
+    shards = world // (p.tp * p.pp * p.replicate)  # the ranks of cp are among them
     for rank in results[world]["ranks"]:
         seen = rank["on"][name]
         assert seen["offload"] == ("CPU offload" in name)
