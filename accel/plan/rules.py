@@ -177,11 +177,11 @@ def fit_problems(
             f"the tensor-parallel size {tp} has to divide {heads} query heads and {kv_heads} key-value heads evenly; "
             "use a common divisor"
         )
-    if ring and seq % cp:
+    if seq % cp:
         yield f"the context-parallel size {cp} has to divide {seq} tokens of a sequence evenly; use a divisor of {seq}"
-    elif not ring and heads % tp == 0 and (heads // tp % cp or seq % cp):
+    if not ring and heads % tp == 0 and heads // tp % cp:
         left = f" that tp {tp} leaves on a rank" if tp > 1 else ""
         yield (
-            f"the context-parallel size {cp} has to divide {heads // tp} query heads{left} and {seq} tokens of a "
-            "sequence evenly; use a common divisor, or cp_method ring"
+            f"the context-parallel size {cp} has to divide {heads // tp} query heads{left} evenly; use a divisor, or "
+            "cp_method ring"
         )

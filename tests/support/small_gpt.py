@@ -204,6 +204,53 @@ def windowed() -> torch.nn.Module:
     return made
 
 
+class _Normed(Attention):
+    """An attention layer that normalizes the queries and keys of each head."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.norm_q, self.norm_k = torch.nn.RMSNorm(8), torch.nn.RMSNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, 8)) for part in (self.query, self.key, self.value))
+        q, k, v = (y.transpose(1, 2) for y in (self.norm_q(q), self.norm_k(k), v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def normed() -> torch.nn.Module:
+    """Makes a model with norms over heads, whose parameters have a part of their gradient on each tensor-parallel
+    rank."""
+    config = GPTConfig(vocab=VOCABULARY, layers=2, hidden=32, heads=4, seq=LENGTH)
+    made = GPT(config)
+    for block in made.blocks:
+        block.attention = _Normed(config)
+        for part in (block.attention.value, block.attention.out):
+            torch.nn.init.normal_(part.weight, std=0.3)
+    return made
+
+
+def llama() -> torch.nn.Module:
+    """Makes a Llama of transformers with one key-value head and four query heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        use_cache=False,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def labelled() -> list[dict[str, torch.Tensor]]:
+    """Makes samples with labels, from which a model of transformers computes its loss itself."""
+    return [{"input_ids": ids, "labels": targets} for ids, targets in data()]
+
+
 def one_head() -> torch.nn.Module:
     return GPT(GPTConfig(vocab=VOCABULARY, layers=1, hidden=32, heads=1, seq=LENGTH))
 
@@ -266,6 +313,16 @@ def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
     picked = outputs.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     counted = targets != -100
     return -(picked * counted).sum(), counted.sum()
+
+
+def shifted_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compares each position with the target of the next position, which may be on another rank."""
+    return own_loss(outputs[:, :-1], targets[:, 1:])
+
+
+def mean_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the loss from the mean of the logits over all positions, with as many targets as positions."""
+    return outputs.mean(1).square().sum(), torch.tensor(targets.numel())
 
 
 _calls = 0

@@ -36,7 +36,7 @@ from .ulysses import Ulysses
 
 _POSITIONS = "position_ids"
 _FIX = (
-    "let parallel.cp_split name the module that embeds tokens and positions, and let only "
+    "let parallel.cp_split name the modules that embed tokens and positions, and let only "
     "F.scaled_dot_product_attention look at other positions"
 )
 _LOSS_FIX = "let the loss be a sum over positions that are independent of each other, or use parallel.cp = 1"

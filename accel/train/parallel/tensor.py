@@ -6,7 +6,7 @@
     "blocks.*.norm?" = "sequence"               # works on each rank's part of the sequence
     "blocks.*.attention.[qkv]*" = "column"      # Linear: outputs are cut, inputs are whole
     "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks.
-    "blocks.*.attention.*_norm" = "heads"       # works on each rank's part of the heads
+    "blocks.*.attention.norm_?" = "heads"       # works on each rank's part of the heads
 
 Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallelism is from Korthikanti et
 al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,

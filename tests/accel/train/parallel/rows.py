@@ -51,6 +51,8 @@ OWN_MODEL = f"model={SMALL}:decoder"
 MASKED = f"model={SMALL}:masked"
 WINDOWED = f"model={SMALL}:windowed"
 RING = ["parallel.cp=2", "parallel.cp_method=ring"]
+NORMED = f"model={SMALL}:normed"
+LLAMA = f"model={SMALL}:llama"
 WHOLE = "parallel.sequence_parallel=false"
 SCALED = ["precision.loss_scale=1024"]
 SIXTEEN = {
@@ -104,6 +106,9 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "ZeRO 3, bf16-only": ["parallel.zero=3", "precision.mode=bf16-only"],
         "ZeRO 0, distilled": DISTILLED,
         "ZeRO 3, distilled": ["parallel.zero=3", *DISTILLED],
+        "TP 2, norms over heads, no sequence parallel": [NORMED, "parallel.tp=2", WHOLE],
+        "CP 2 (Ulysses) x ZeRO 0, Llama": [LLAMA, "parallel.cp=2", "parallel.cp_split=model.embed_tokens"],
+        "CP 2 (ring) x ZeRO 0, Llama": [LLAMA, *RING, "parallel.cp_split=model.embed_tokens, model.rotary_emb"],
         "CP 2 (ring) x ZeRO 0": ["parallel.cp=2", "parallel.cp_method=ring"],
         "CP 2 (ring) x ZeRO 3, full recomputation, clipping": [
             "parallel.cp=2", "parallel.cp_method=ring", "parallel.zero=3", "parallel.recompute=full",
@@ -177,7 +182,9 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "EP 4 x ZeRO 1, experts, clipping": ["parallel.ep=4", "parallel.zero=1", "optimizer.clip=0.1", *EXPERTS],
         "PP 4, GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],
         "CP 2 (Ulysses) x TP 2, sequence parallel": ["parallel.cp=2", "parallel.tp=2"],
-        "CP 2 (ring) x TP 2, sequence parallel, clipping": [*RING, "parallel.tp=2", "optimizer.clip=0.1"],
+        "CP 2 (ring) x TP 2, sequence parallel, two modules cut, clipping": [
+            *RING, "parallel.tp=2", "parallel.cp_split=embed.tokens, embed.positions", "optimizer.clip=0.1",
+        ],
         "CP 2 (Ulysses) x TP 2, no sequence parallel": ["parallel.cp=2", "parallel.tp=2", WHOLE],
         "CP 2 (ring) x TP 2, no sequence parallel": [*RING, "parallel.tp=2", WHOLE],
         "CP 2 (Ulysses) x TP 2 x ZeRO 3, full recomputation": [
@@ -187,6 +194,7 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "CP 2 (Ulysses) x TP 2 x ZeRO 1, windows, accumulation": [
             "parallel.cp=2", "parallel.tp=2", "parallel.zero=1", "micro_batch=2", WINDOWED,
         ],
+        "CP 2 (Ulysses) x TP 2, norms over heads": [NORMED, "parallel.cp=2", "parallel.tp=2"],
         "CP 2 (Ulysses) x PP 2, GPipe": ["parallel.cp=2", "parallel.pp=2", "parallel.pipeline=gpipe"],
         "CP 2 (ring) x PP 2 x ZeRO 1, 1F1B, clipping": [
             *RING, "parallel.pp=2", "parallel.zero=1", "micro_batch=1", "optimizer.clip=0.1",
@@ -238,11 +246,12 @@ SAVED = {
         "hsdp": ["parallel.zero=3", "parallel.replicate=2"],
         "tp_fsdp": ["parallel.tp=2", "parallel.zero=3"],
         "pp_tp": ["parallel.pp=2", "parallel.tp=2", "parallel.pipeline=interleaved", "micro_batch=4"],
+        "cp_tp": [*RING, "parallel.tp=2", "parallel.zero=1"],
     },
 }
 TAKEN_UP = {
     2: {**SAVED[2], "tp": ["parallel.tp=2"], "zero3": ["parallel.zero=3"]},
-    4: {**SAVED[4], "ddp": ["parallel.zero=0"]},
+    4: {**SAVED[4], "ddp": ["parallel.zero=0"], "cp_pp": ["parallel.cp=2", "parallel.pp=2"]},
 }
 # These overrides train bfloat16 weights with AdamW on float32 copies. Two ranks save the optimizer's state, and four
 # ranks must load exactly the same state.
@@ -300,6 +309,9 @@ FAST: dict[int, tuple[str, ...]] = {
         "ZeRO 0, PowerSGD of rank 4 from step 5",
         "ZeRO 3, distilled",
         "CP 2 (ring) x ZeRO 0",
+        "CP 2 (Ulysses) x ZeRO 0, Llama",
+        "CP 2 (ring) x ZeRO 0, Llama",
+        "TP 2, norms over heads, no sequence parallel",
         "ZeRO 0, experts",
         "EP 2 x ZeRO 1, experts",
         "EP 2 x ZeRO 3, full recomputation, experts, clipping",
@@ -314,11 +326,13 @@ FAST: dict[int, tuple[str, ...]] = {
         "PP 2 x TP 2, zero-bubble, clipping",
         "PP 4, GPipe",
         "EP 2 x ZeRO 3, experts",
+        "CP 2 (ring) x TP 2, sequence parallel, two modules cut, clipping",
+        "CP 2 (Ulysses) x PP 2 x ZeRO 2, interleaved",
     ),
 }
 # `make test` checks the layouts in FAST_GRADIENTS and the resumed runs in FAST_RESUMED. In FAST_RESUMED, each layout of
 # SAVED saves a checkpoint. Each layout of TAKEN_UP resumes from a checkpoint of another layout.
-FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp")}
+FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp", "cp_tp")}
 FAST_RESUMED = (
     "world2 ddp -> 4 zero3",
     "world2 zero1 -> 4 hsdp",
@@ -330,6 +344,7 @@ FAST_RESUMED = (
     "world4 hsdp -> 2 ddp",
     "world4 tp_fsdp -> 2 zero3",
     "world2 pp -> 2 tp",
+    "world4 cp_tp -> 4 cp_pp",
 )
 
 

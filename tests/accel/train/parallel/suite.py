@@ -50,6 +50,11 @@ OWN_PLAN = {
 }
 
 
+# The tensor-parallel plan of ``small_gpt.py:normed``.
+NORMED_PLAN = PLAN | {"blocks.*.attention.norm_?": "heads"}
+_TOKENS = "parallel.cp_split=model.embed_tokens"
+
+
 def config(overrides: list[str]) -> TrainConfig:
     """Returns a config that uses SGD with momentum, because Adam would hide an error in a gradient's scale. A
     micro-batch holds two samples. If tensor-parallel or context-parallel ranks share samples, one micro-batch holds all
@@ -66,6 +71,8 @@ def config(overrides: list[str]) -> TrainConfig:
         override(body, text)
     if body["model"].endswith(":decoder"):
         body["tensor_parallel"] = OWN_PLAN
+    if body["model"].endswith(":normed"):
+        body["tensor_parallel"] = NORMED_PLAN
     if "micro_batch" not in body:
         axes = body.get("parallel", {})
         sharing = axes.get("tp", 1) * axes.get("cp", 1)
@@ -171,7 +178,7 @@ def _context_parallel(names: Sequence[str], world: int, folder: Path, others: li
     """Returns two byte counts of context parallel: the bytes kept for a micro-batch's backward pass, and the bytes sent
     in the forward pass."""
     from accel.plan.measure import SavedBytes
-    from accel.train.parallel.context import Ulysses
+    from accel.train.parallel.ulysses import Ulysses
 
     trainer = start(["parallel.cp=2", "micro_batch=2"], folder / "none")
     sent, turn = 0.0, Ulysses._turn
@@ -281,6 +288,10 @@ def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path])
         ("turned after the cut", {}, [OWN_MODEL, "parallel.tp=1", "parallel.cp=2"]),
         ("cut too late", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=blocks.0"]),
         ("cut too early", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=embed.tokens"]),
+        ("shifted loss", PLAN, ["parallel.tp=1", "parallel.cp=2", f"loss={HERE}:shifted_loss"]),
+        ("mean loss", PLAN, ["parallel.tp=1", "parallel.cp=2", f"loss={HERE}:mean_loss"]),
+        ("own loss", {}, [rows.LLAMA, f"data={HERE}:labelled", "parallel.tp=1", "parallel.cp=2", _TOKENS]),
+        ("numbers of parts", {}, [rows.LLAMA, "parallel.tp=1", *rows.RING, _TOKENS]),
         ("wrong chain", PLAN, [f"model={HERE}:wrong_chain", "parallel.tp=1", "parallel.pp=2"]),
     ):
         made = dataclasses.replace(config(["parallel.tp=2", *overrides]), tensor_parallel=plan)

@@ -51,6 +51,8 @@ def _reference(name: str) -> str:
         "distilled",
         "masks",
         "windows",
+        "norms over heads",
+        "Llama",
         "fp8, delayed",
     )
     return next((kind for kind in special if kind in name), "plain")
@@ -84,6 +86,8 @@ _REFERENCES: dict[str, list[str]] = {
     "distilled": rows.DISTILLED,
     "masks": [rows.MASKED],
     "windows": [rows.WINDOWED],
+    "norms over heads": [rows.NORMED],
+    "Llama": [rows.LLAMA],
     "fp8, delayed": rows.FP8,
     "experts": [*rows.EXPERTS, "micro_batch=8"],
     "experts, clipping": [*rows.EXPERTS, "micro_batch=8", "optimizer.clip=0.1"],
@@ -204,12 +208,18 @@ def test_final_weights_are_the_trained_ones(results: dict[int, dict[str, Any]], 
         ("turned after the cut", "the output of the model changes if the sequence is cut after the module embed"),
         ("cut too late", "the output of the model changes if the sequence is cut after the module blocks.0"),
         ("cut too early", r"can't be run if the sequence is cut after the module embed.tokens \(The size of tensor"),
+        ("shifted loss", r"small_gpt.py:shifted_loss of a sequence is .* over 15 targets, .* over 14; let the loss be"),
+        ("mean loss", "small_gpt.py:mean_loss of a sequence is .*; let the loss be a sum over positions"),
+        ("own loss", "the model computes its own loss from whole sequences, .*; leave the labels out of the inputs"),
+        ("numbers of parts", "the output of the model changes if the sequence is cut after the module model.embed_tok"),
         ("wrong chain", "the output of the pipeline's chain differs from the model's"),
     ],
 )
 def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, says: str) -> None:
     """Checks that a wrong layout raises an error. Without an error, the ranks would silently train different weights,
-    or a pipeline would compute wrong outputs."""
+    or a pipeline would compute wrong outputs. A Llama takes the position numbers of a part in two pieces for two
+    documents, on the first rank only. If the ranks didn't agree before each call of attention, the other rank would
+    wait forever."""
     for rank in results[2]["ranks"]:
         assert re.search(says, rank["refused"][name])
 

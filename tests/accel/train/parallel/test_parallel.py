@@ -64,7 +64,8 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
     """Under sequence parallel, a column-parallel layer gathers the sequence that an earlier module has split. If no
     earlier module splits the sequence, accel must refuse the plan before torch raises an error about shapes. Accel must
-    accept a plan if its embedding splits the sequence."""
+    accept a plan if its embedding splits the sequence. Context parallel has to cut the sequence first, so accel must
+    refuse a module that would split it before."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -74,6 +75,11 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
     for more in ({"embed.tokens": "vocabulary"}, {"embed.positions": "split"}):
         check_sequence(model, match(model, {**columns, **more}))
     check_sequence(model, match(model, {"blocks.*.attention.out": "row"}))
+    plan = match(model, {**columns, "embed.tokens": "vocabulary", "embed.positions": "split"})
+    for first in (["embed"], ["embed.positions", "embed.tokens"]):
+        check_sequence(model, plan, first)
+    with pytest.raises(BadConfig, match=r"embed.positions splits the .* cuts it after embed.tokens; add embed.positi"):
+        check_sequence(model, plan, ["embed.tokens"])
 
 
 def test_heads_that_ranks_would_share_are_refused() -> None:
@@ -90,6 +96,9 @@ def test_heads_that_ranks_would_share_are_refused() -> None:
     plan = match(model, {"blocks.*.attention.[qkv]*": "column", "blocks.*.up": "column"})
     for tp in (2, 4):
         check_heads(model, plan, found, tp)
+    check_heads(model, plan, found, 2, cp=2)
+    with pytest.raises(BadConfig, match=r"query makes 4 heads, of which tp 2 leaves 2 on a rank, and cp 4 can't share"):
+        check_heads(model, plan, found, 2, cp=4)
     for tp in (3, 8):
         with pytest.raises(BadConfig, match=rf"blocks.0.attention.query makes 4 heads of .* tp {tp} .* that divides 4"):
             check_heads(model, plan, found, tp)
