@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from accel.cli import group, run
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
 from accel.train.optimizer.norm import share_of_squares
@@ -234,6 +235,16 @@ def test_stages_are_cut_by_measured_times(tmp_path: Path) -> None:
     named = {"model": f"{source}:model", "data": f"{source}:data", "micro_batch": 2, "steps": 1}
     train(config_of(**named, parallel={"pp": 2, "pipeline_split": "measured"}), tmp_path / "run", nproc=2)
     assert any("the pipeline is cut before 2: " in row.get("note", "") for row in rows_of(tmp_path / "run"))
+
+
+def test_context_parallel_has_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if ``accel train --cp`` doesn't set the number of ranks that share sequences, beside ``--tp``."""
+    (tmp_path / "run.toml").write_text("global_batch = 8\nmicro_batch = 1\n[shape]\nparams = 1000\n")
+    line = ["train", str(tmp_path / "run.toml"), "--nproc", "4", "--dry-run", "-o", str(tmp_path / "run")]
+    assert run(group, [*line, "--cp", "3"]) == 2
+    assert "tp 1 x pp 1 x cp 3; use a multiple of 3 ranks" in capsys.readouterr().err
+    assert run(group, [*line, "--cp", "2", "--tp", "4"]) == 2
+    assert "tp 4 x pp 1 x cp 2; use a multiple of 8 ranks" in capsys.readouterr().err
 
 
 def test_every_stage_has_one_place() -> None:
