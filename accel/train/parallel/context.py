@@ -70,11 +70,12 @@ class Cut:
 
     def hidden(self, output: Any) -> Any:
         """Returns this rank's part of a module's ``output``: a tensor [..., positions, width], or a tuple of such
-        tensors."""
+        tensors. Anything else in the tuple stays as it is."""
         if isinstance(output, tuple | list):
             return tuple(self.hidden(inner) for inner in output)
         # Copies the part, because a view would keep the whole output in memory until the backward pass.
-        return self.part(output, output.ndim - 2).clone() if isinstance(output, torch.Tensor) else output
+        several = isinstance(output, torch.Tensor) and output.ndim > 1
+        return self.part(output, output.ndim - 2).clone() if several else output
 
     def after(self, module: nn.Module) -> RemovableHandle:
         """Lets ``module`` return only this rank's part of its output."""
