@@ -8,8 +8,9 @@ number of parameters on a rank before ZeRO shards them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from accel.errors import BadConfig
 from accel.spelling import option
@@ -133,8 +134,9 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     return weight * psi if layout.zero < 3 else second, gradient * psi if layout.zero == 1 else 0.0, host
 
 
-def layer_activations(spec: ModelSpec, layout: Layout) -> float:
-    """Returns the bytes that one layer keeps for the backward pass of one micro-batch.
+def layer_activations(spec: ModelSpec, layout: Layout, *, whole: bool = False) -> float:
+    """Returns the bytes that one layer keeps for the backward pass of one micro-batch. ``whole`` leaves out the
+    recomputation of ``layout``.
 
     The list gives the sizes of the saved tensors in units of s b h bytes, for elements of 2 bytes. Two numbers, such as
     2 + 2, stand for two tensors:
@@ -162,25 +164,40 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     a row-parallel product is saved whole on every rank, because it is saved before the scatter. Q, K, V, the
     attention's output and the GELU's input are divided by t.
 
-    Under context parallel, s is the length of a rank's share of the sequence. Context parallel saves two copies of the
+    Under context parallel, s is the length of a rank's share of the sequence. Ulysses saves two copies of the
     attention's output: one copy is sharded by heads, and the other by positions. The second copy of the attention's
-    output adds 2 s b h bytes.
+    output adds 2 s b h / t bytes. Ring attention saves a float32 copy instead, unless the output is float32.
+    ``attention_kv_heads`` tells how many heads of keys and values are saved.
     """
     s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
     element = PRECISIONS[layout.precision][4]
     unit = s * b * h * element
     narrow = t if layout.sequence_parallel else 1
     residual = layout.residual / element
-    qkv = 1 + 2 * spec.kv_heads / spec.heads
-    if layout.recompute == "full":
+    qkv = 1 + 2 * attention_kv_heads(spec, layout) / spec.heads
+    recompute = "none" if whole else layout.recompute
+    if recompute == "full":
         return unit * residual / narrow
     core = 4 * spec.heads * s * b / t  # log-sum-exp
-    if layout.recompute == "selective":
+    if recompute == "selective":
         return unit * (residual / narrow + 2 + (qkv + 1 + 4) / t) + core
     norms = 16 * s * b / narrow
-    turned = unit if layout.cp > 1 else 0.0
+    turned = 0.0
+    if layout.cp > 1:
+        turned = s * b * h / t * (element if not layout.ring else 4 if element < 4 else 0)
     copies = 4 if layout.precision.startswith("autocast") else 2
     return unit * (2 * residual / narrow + copies + (qkv + 1 + 8) / t) + core + norms + turned
+
+
+def attention_kv_heads(spec: ModelSpec, layout: Layout) -> int:
+    """Returns the number of key-value heads in attention, over all tensor-parallel ranks.
+
+    A rank has a_kv / t of them. If c doesn't divide this number, Ulysses repeats the heads until it does, so that a
+    rank exchanges lcm(a_kv / t, c) heads. Ring attention repeats them to the number of query heads.
+    """
+    if layout.cp == 1:
+        return spec.kv_heads
+    return spec.heads if layout.ring else layout.tp * math.lcm(max(1, spec.kv_heads // layout.tp), layout.cp)
 
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
@@ -192,7 +209,7 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
     if kept is None:
         return None
     again = layout.recompute == "full" and spec.is_transformer
-    return max(kept) + (layer_activations(spec, replace(layout, recompute="none")) if again else 0.0)
+    return max(kept) + (layer_activations(spec, layout, whole=True) if again else 0.0)
 
 
 def kept_activations(spec: ModelSpec, layout: Layout) -> tuple[float, float] | None:

@@ -5,7 +5,7 @@ A tensor counts only at the instants at which it is in memory. The symbols are t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .memory import (
     Memory,
@@ -125,7 +125,7 @@ def _instants(spec: ModelSpec, layout: Layout, optimizer: float, teacher: float)
     table = gradient * spec.embedding / layout.tp
     layer = buffers.flowing
     if spec.is_transformer:
-        layer += layer_activations(spec, replace(layout, recompute="none"))
+        layer += layer_activations(spec, layout, whole=True)
     fresh = table if layout.accumulation > 1 else 0.0
     outside = 2 * gradient * _outside(spec, layout) if buffers.reduces else fresh
     missing = table if held.early < held.late and not buffers.reduces else 0.0
@@ -190,7 +190,7 @@ def _in_a_layer(spec: ModelSpec, layout: Layout, buffers: _Buffers) -> float:
     In the last layer but one, the activations of the last layer are freed, and its gradients are reduced."""
     if not spec.is_transformer:
         return buffers.gathered + buffers.reduced
-    kept, whole = layer_activations(spec, layout), layer_activations(spec, replace(layout, recompute="none"))
+    kept, whole = layer_activations(spec, layout), layer_activations(spec, layout, whole=True)
     # A layer's activations are made again, except those that ``selective`` recomputation keeps.
     again = {"none": 0.0, "full": whole, "selective": whole - kept}[layout.recompute]
     more = again + buffers.gathered + buffers.head + buffers.made + buffers.flowing

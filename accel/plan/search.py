@@ -49,13 +49,14 @@ class Plan:
         sizes = {name: getattr(spec, name) for name in ("layers", "heads", "kv_heads", "seq")}
         for problem in fit_problems(tp=layout.tp, pp=layout.pp, cp=layout.cp, ring=layout.ring, **sizes):
             raise BadConfig(problem)
+        sent = traffic(spec, layout)
         return cls(
             spec=spec,
             layout=layout,
             machine=machine,
             memory=training_memory(spec, layout),
-            sent=traffic(spec, layout),
-            time=step_time(spec, layout, machine),
+            sent=sent,
+            time=step_time(spec, layout, machine, sent),
         )
 
     @property
@@ -136,14 +137,18 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yields every layout of ``world`` ranks that divides the model and the batch evenly.
 
-    The tp and cp sizes are at most the size of a node, and the pp size is at most the number of layers. The sizes of
+    The ranks of tp and cp together fit in a node, and the pp size is at most the number of layers. The sizes of
     micro-batches are powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps
     shards on the device or on the host. Layouts are tried without and with hpZ, which keeps a second copy of the
     parameters, sharded within each node. Pipelines are not combined with ZeRO 3, because ZeRO 3 would gather the
     parameters for every micro-batch. Layouts have qwZ and qgZ only if ``fixed`` requires qwZ or qgZ, because both
     options round values. ``fixed`` maps names of ``Layout`` fields to required values.
     """
+    named = {name: value for name, value in fixed.items() if name in Axes.__dataclass_fields__}
+    again = [mode for mode in _recompute(spec, fixed) if fixed.get("recompute", mode) == mode]
     for tp, pp, cp in _cuts(spec, machine, world):
+        if any(fixed.get(name, size) != size for name, size in (("tp", tp), ("pp", pp), ("cp", cp))):
+            continue
         dp = world // (tp * pp * cp)
         if global_batch % dp:
             continue
@@ -154,29 +159,23 @@ def layouts(
         choices: dict[str, Iterable[Any]] = {
             "micro_batch": [asked] if asked > 0 and each % asked == 0 else _powers(each),
             "zero": (0, 1, 2, 3) if pp == 1 else (0, 1, 2),
-            "recompute": _recompute(spec, fixed),
             "replicate": _asked(fixed, "replicate", replicas),
             "hpz": _asked(fixed, "hpz", (0, node) if tp * pp * cp == 1 else (0,)),
             # ZeRO 3 gathers a whole block at once. CPU offload is tried only if the size of a block is known.
             "offload": _asked(fixed, "offload", (False, True) if spec.block else (False,)),
         }
         for values in product(*choices.values()):
-            varied: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, **dict(zip(choices, values, strict=True))}
-            kept = {name: value for name, value in fixed.items() if name not in varied}
-            if any(varied[name] != value for name, value in fixed.items() if name in varied):
+            varied: dict[str, Any] = dict(zip(choices, values, strict=True))
+            if any(fixed.get(name, value) != value for name, value in varied.items()):
                 continue
-            axes = {name: value for name, value in (kept | varied).items() if name in Axes.__dataclass_fields__}
-            possible = not any(layout_problems(Axes(world=world, pipeline=pipeline, **axes), global_batch))
-            if possible and not _same_as_plain(varied, dp * cp):
-                yield Layout(
-                    world=world,
-                    precision=precision,
-                    optimizer=optimizer,
-                    pipeline=pipeline,
-                    accumulation=each // varied["micro_batch"],
-                    **varied,
-                    **kept,
-                )
+            if _same_as_plain(varied, dp * cp):
+                continue
+            kind = {"world": world, "tp": tp, "pp": pp, "cp": cp, "pipeline": pipeline, **varied}
+            if any(layout_problems(Axes(**(named | kind)), global_batch)):
+                continue
+            kind |= {"precision": precision, "optimizer": optimizer, "accumulation": each // varied["micro_batch"]}
+            for recompute in again:
+                yield Layout(**{**fixed, **kind, "recompute": recompute})
 
 
 def _shape_options() -> str:
@@ -205,21 +204,14 @@ def _same_as_plain(kind: Mapping[str, Any], ranks: int) -> bool:
 
 def _cuts(spec: ModelSpec, machine: Machine, world: int) -> Iterator[tuple[int, int, int]]:
     """Yields each combination (tp, pp, cp) that divides the ranks and the model evenly."""
-    near = min(world, machine.node_size)
-    for tp in range(1, near + 1):
-        if world % tp or (tp > 1 and (not spec.is_transformer or spec.heads % tp or spec.kv_heads % tp)):
+    near = min(world, machine.node_size) if spec.is_transformer else 1
+    sizes = {name: getattr(spec, name) for name in ("layers", "heads", "kv_heads", "seq")}
+    for tp, cp in product(range(1, near + 1), repeat=2):
+        if tp * cp > near or world % (tp * cp) or any(fit_problems(tp=tp, pp=1, cp=cp, ring=False, **sizes)):
             continue
-        for pp in range(1, min(world // tp, max(1, spec.layers if spec.is_transformer else 1)) + 1):
-            if world % (tp * pp) == 0 and not (spec.layers and spec.layers % pp):
-                yield tp, pp, 1
-    for cp in range(2, near + 1):
-        if world % cp == 0 and spec.is_transformer and _shares(spec, cp):
-            yield 1, 1, cp
-
-
-def _shares(spec: ModelSpec, cp: int) -> bool:
-    """Tells whether ``cp`` ranks can share heads and positions evenly."""
-    return not (spec.heads % cp or spec.kv_heads % cp or spec.seq % cp)
+        for pp in range(1, min(world // (tp * cp), spec.layers if spec.is_transformer else 1) + 1):
+            if world % (tp * cp * pp) == 0 and not (spec.layers and spec.layers % pp):
+                yield tp, pp, cp
 
 
 def search(

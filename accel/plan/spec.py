@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from accel.errors import BadConfig
@@ -99,7 +100,7 @@ class ModelSpec:
         if not self.params:
             object.__setattr__(self, "params", transformer_params(self))
 
-    @property
+    @cached_property
     def is_transformer(self) -> bool:
         """Tells whether enough of the shape is known to estimate activations, tensor parallel and pipeline parallel."""
         return bool(self.layers and self.hidden and self.heads and self.seq)
@@ -109,12 +110,12 @@ class ModelSpec:
         """Returns the number of parameters of the experts that a token doesn't use."""
         return self.expert_params * (1 - self.top_k / self.experts) if self.experts else 0.0
 
-    @property
+    @cached_property
     def embedding(self) -> int:
         """Returns the number of parameters of the token embedding, V h."""
         return self.vocab * self.hidden
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Returns the number of parameters that ZeRO 3 gathers at once. If ``largest`` is unknown, returns the number
         of parameters of a layer or of the embedding, whichever is larger.
@@ -123,7 +124,7 @@ class ModelSpec:
             return self.largest
         return max(self.layer, self.embedding) if self.layers else 0
 
-    @property
+    @cached_property
     def layer(self) -> int:
         """Returns the number of parameters of one layer, without embeddings. If ``outside`` is unknown, a head that
         doesn't share the embedding's table is spread over the layers.

@@ -5,9 +5,10 @@ The module ``memory`` explains the letters in the formulas.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .memory import model_states, offloaded, rank_params, stage_params
+from .memory import attention_kv_heads, model_states, offloaded, rank_params, stage_params
 from .spec import PRECISIONS, Layout, Machine, ModelSpec
 
 # The number of bytes per value when ZeRO++ sends values in int8 blocks (accel.train.parallel.quantized_comm). Each
@@ -82,39 +83,47 @@ def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     forward all-reduces, except the last all-reduce (or scatter) of a layer. A sharded vocabulary takes two more
     all-reduces, at the embedding and at the logits. With several pipeline stages, the all-reduce of the embedding is on
     the first stage, and the all-reduce of the logits is on the last stage.
+
+    Under context parallel, s is the length of a rank's share of the sequence. Only the embedding's all-reduce carries
+    whole sequences, because they are cut after it. With sequence parallel, the backward pass then gathers the gradients
+    of the share.
     """
     if layout.tp == 1:
         return 0.0
     element = PRECISIONS[layout.precision][4]
     halves = 8 if layout.recompute == "none" else 11 if layout.sequence_parallel else 10
-    ends = (4 if layout.pp == 1 else 2) if spec.vocab else 0
+    first = 2 if layout.cp == 1 else 2 * layout.cp + layout.sequence_parallel
+    ends = (first + (2 if layout.pp == 1 else 0)) if spec.vocab else 0
     layers = -(-spec.layers // layout.pp)
-    size = spec.seq * layout.micro_batch * spec.hidden * element
+    size = spec.seq / layout.cp * layout.micro_batch * spec.hidden * element
     return layout.accumulation * (layers * halves + ends) * ring(size, layout.tp)
 
 
 def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that a rank sends over the axis cp in a step.
 
-    In each layer and micro-batch, a rank runs an all-to-all of its queries, keys, values and outputs. Queries and
-    outputs have s b h / c elements each, and keys and values have fewer elements under grouped-query attention. A rank
-    sends (c - 1) / c of each tensor, where c is the context-parallel size. The backward pass sends as many bytes as the
-    forward pass (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.2). Recomputation repeats the bytes of the forward
-    pass. In ring attention, a rank passes on keys and values of all heads c - 1 times in each pass, and their gradients
-    c times (Liu et al. 2023, "Ring Attention", section 3). With Gloo, the real traffic of the all-to-alls is c times as
-    large, because Gloo uses a gather instead of an all-to-all.
+    In each layer of a rank and each micro-batch, a rank runs an all-to-all of its queries, keys, values and outputs.
+    Queries and outputs have s b h / (c t) elements each, where c is the context-parallel size and t the tensor-parallel
+    size. Keys and values have fewer elements under grouped-query attention (``attention_kv_heads``). A rank sends (c -
+    1) / c of each tensor. The backward pass sends as many bytes as the forward pass (Jacobs et al. 2023, "DeepSpeed
+    Ulysses", section 3.2). Recomputation repeats the bytes of the forward pass. In ring attention, a rank passes on its
+    keys and values c - 1 times in each pass, and their gradients c times (Liu et al. 2023, "Ring Attention", section
+    3). With Gloo, the real traffic of the all-to-alls is c times as large, because Gloo uses a gather instead of an
+    all-to-all. Tensor parallel divides the heads, and a pipeline the layers (Fang and Zhao 2024, "USP: A Unified
+    Sequence Parallelism Approach for Long Context Generative AI").
     """
     if layout.cp == 1:
         return 0.0
     element = PRECISIONS[layout.precision][4]
-    own = spec.seq * layout.micro_batch * spec.hidden * element / layout.cp
+    own = spec.seq * layout.micro_batch * spec.hidden * element / (layout.cp * layout.tp)
+    times = layout.accumulation * -(-spec.layers // layout.pp)
+    keys = own * attention_kv_heads(spec, layout) / spec.heads
     if layout.ring:
         rounds, forward = layout.cp - 1, 1 if layout.recompute == "none" else 2
-        gradients = layout.cp * 2 * own / element * 4  # in float32, in one round more
-        return layout.accumulation * spec.layers * ((forward + 1) * rounds * 2 * own + gradients)
+        gradients = layout.cp * 2 * keys / element * 4  # in float32, in one round more
+        return times * ((forward + 1) * rounds * 2 * keys + gradients)
     passes = 2 if layout.recompute == "none" else 3
-    tensors = 2 + 2 * spec.kv_heads / spec.heads
-    return layout.accumulation * spec.layers * passes * tensors * ring(own, layout.cp)
+    return times * passes * ring(2 * own + 2 * keys, layout.cp)
 
 
 def expert_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
@@ -136,7 +145,7 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
 
     For each micro-batch, a rank sends s b h elements for every stage output and every input gradient that goes to
     another rank (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the bytes by the
-    tensor-parallel size t. Under autocast the residual stream is float32.
+    tensor-parallel size t, and context parallel by its size c. Under autocast the residual stream is float32.
 
     A middle rank sends an output and an input gradient for each of its stages. A rank has one stage per chunk in an
     interleaved or zero-bubble schedule, and one stage in other schedules. With only two ranks, a rank sends less,
@@ -151,7 +160,7 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
     sends = 2 * chunks
     if layout.pp == 2:
         sends = 2 if layout.pipeline == "zero-bubble" else sends - 1
-    narrow = layout.tp if layout.sequence_parallel else 1
+    narrow = layout.cp * (layout.tp if layout.sequence_parallel else 1)
     return sends * layout.accumulation * spec.seq * layout.micro_batch * spec.hidden * layout.residual / narrow
 
 
@@ -256,8 +265,8 @@ class StepTime:
     step: float
 
 
-def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
-    """Estimates the time of a step.
+def step_time(spec: ModelSpec, layout: Layout, machine: Machine, sent: Mapping[str, float] | None = None) -> StepTime:
+    """Estimates the time of a step. ``sent`` is the result of ``traffic``, if it is known.
 
     A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap with computing, so its time
     is added to the time of computing. The pipeline bubble adds the time in which a rank waits for other stages.
@@ -266,14 +275,14 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     time of the copies to and from the host. CPU offload also adds the time to read and write all tensors on the host
     once, at ``machine.host_bandwidth``. States on the disk add the time to read and write all of them.
 
-    When ranks are numbered, the tensor- and context-parallel indices vary fastest, and the index of the replica varies
-    slowest. A transfer that reaches beyond a node runs at ``machine.bandwidth``.
+    When ranks are numbered, the tensor-parallel index varies fastest. The indices of context parallel, of the shard, of
+    the replica and of the pipeline stage follow in this order. A transfer that reaches beyond a node runs at ``machine.bandwidth``.
     """
-    sent = traffic(spec, layout)
+    sent = traffic(spec, layout) if sent is None else sent
     near, far = machine.node_bandwidth, machine.bandwidth
     speed = {
         "tp": near if layout.tp <= machine.node_size else far,
-        "cp": near if layout.cp <= machine.node_size else far,
+        "cp": near if layout.tp * layout.cp <= machine.node_size else far,
         "ep": near if layout.ep <= machine.node_size else far,
         "pp": near if layout.world <= machine.node_size else far,
     }

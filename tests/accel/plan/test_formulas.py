@@ -230,8 +230,8 @@ def test_context_parallel_is_data_parallel_to_zero() -> None:
     assert context_parallel_bytes(spec, layout) == 3 * 4 * 2 * 4 * (1024 * 2 * 64 * 2 / 4) * 3 / 4
     again = replace(layout, recompute="full")
     assert context_parallel_bytes(spec, again) == 1.5 * context_parallel_bytes(spec, layout)
-    grouped = replace(spec, kv_heads=2)
-    assert context_parallel_bytes(grouped, layout) == context_parallel_bytes(spec, layout) * 2.5 / 4
+    grouped = replace(spec, kv_heads=4)
+    assert context_parallel_bytes(grouped, layout) == context_parallel_bytes(spec, layout) * 3 / 4
 
 
 def test_replicas_shard_less_and_reduce_among_themselves() -> None:
@@ -304,7 +304,7 @@ def test_bad_quantities_are_refused(text: str) -> None:
         ({"world": 4, "precision": "fp12"}, "use one of fp32"),
         ({"world": 4, "zero": 2, "qwz": True}, "use ZeRO 3 with them"),
         ({"world": 6, "cp": 4}, "tp 1 x pp 1 x cp 4; use a multiple of 4"),
-        ({"world": 8, "cp": 2, "tp": 2}, "use tp 1 and pp 1"),
+        ({"world": 12, "cp": 2, "tp": 2, "pp": 2}, "tp 2 x pp 2 x cp 2; use a multiple of 8"),
         ({"world": 8, "replicate": 3}, "divided evenly into 3 replicas"),
     ],
 )
