@@ -276,7 +276,8 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine, sent: Mapping[s
     once, at ``machine.host_bandwidth``. States on the disk add the time to read and write all of them.
 
     When ranks are numbered, the tensor-parallel index varies fastest. The indices of context parallel, of the shard, of
-    the replica and of the pipeline stage follow in this order. A transfer that reaches beyond a node runs at ``machine.bandwidth``.
+    the replica and of the pipeline stage follow in this order. A transfer that reaches beyond a node runs at
+    ``machine.bandwidth``.
     """
     sent = traffic(spec, layout) if sent is None else sent
     near, far = machine.node_bandwidth, machine.bandwidth

@@ -6,7 +6,7 @@ training engine's own calls and sums the bytes that a rank would hold and send.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Simulated:
     ``activations`` are the bytes that autograd saved in the forward pass. ``activations`` are counted only at ZeRO
     stage 0, because at stages 1 to 3 the saved bytes would include gathered parameters. ``sent`` counts the bytes sent
     to data-parallel ranks, ``sent_tp`` the bytes sent to tensor-parallel ranks, and ``sent_pp`` the bytes sent to
-    pipeline stages.
+    pipeline stages. ``groups`` counts the same bytes by the name of the process group.
     """
 
     parameters: int = 0
@@ -54,6 +54,7 @@ class Simulated:
     sent_tp: float = 0.0
     sent_pp: float = 0.0
     collectives: Counter[str] = field(default_factory=Counter)
+    groups: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def model_states(self) -> int:
@@ -223,11 +224,13 @@ class Sent(TorchDispatchMode):
             self._functional(name, args)
         elif name in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"):
             whole = args[1] if name == "_reduce_scatter_base_" else args[0]
-            self._add(name, ring(whole.numel() * whole.element_size(), _ranks(args)))
+            self._add(name, ring(whole.numel() * whole.element_size(), _group(args).size()), args)
         elif name == "allreduce_":
-            self._add(name, 2 * ring(sum(t.numel() * t.element_size() for t in args[0]), _ranks(args)))
+            self._add(name, 2 * ring(sum(t.numel() * t.element_size() for t in args[0]), _group(args).size()), args)
         elif name == "send":
-            self.found.sent_pp += sum(t.numel() * t.element_size() for t in args[0])
+            size = sum(t.numel() * t.element_size() for t in args[0])
+            self.found.sent_pp += size
+            self.found.groups[_group(args).group_name] += size
             self.found.collectives[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -241,15 +244,16 @@ class Sent(TorchDispatchMode):
         else:
             return
         self.found.sent_tp += size
+        self.found.groups[args[-1]] += size
         self.found.collectives[name] += 1
 
-    def _add(self, name: str, size: float) -> None:
+    def _add(self, name: str, size: float, args: Sequence[Any]) -> None:
         self.found.sent += size
+        self.found.groups[_group(args).group_name] += size
         self.found.collectives[name] += 1
 
 
-def _ranks(arguments: Sequence[Any]) -> int:
-    """Returns how many ranks take part in a collective. The first ``ScriptObject`` among the arguments is the process
-    group."""
+def _group(arguments: Sequence[Any]) -> dist.ProcessGroup:
+    """Returns the process group of a collective, which is the first ``ScriptObject`` among the arguments."""
     group = next(argument for argument in arguments if isinstance(argument, torch.ScriptObject))
-    return dist.ProcessGroup.unbox(group).size()
+    return dist.ProcessGroup.unbox(group)

@@ -251,6 +251,28 @@ def labelled() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": targets} for ids, targets in data()]
 
 
+class _Grouped(Attention):
+    """An attention layer with two key-value heads for four query heads."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.key, self.value = torch.nn.Linear(32, 16), torch.nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def grouped() -> torch.nn.Module:
+    """Makes a model with fewer key-value heads than query heads."""
+    config = GPTConfig(vocab=VOCABULARY, layers=3, hidden=32, heads=4, seq=LENGTH)
+    made = GPT(config)
+    for block in made.blocks:
+        block.attention = _Grouped(config)
+    return made
+
+
 def one_head() -> torch.nn.Module:
     return GPT(GPTConfig(vocab=VOCABULARY, layers=1, hidden=32, heads=1, seq=LENGTH))
 

@@ -24,8 +24,8 @@ ONE = 1024 * 2 * 64 * 2
 @pytest.mark.parametrize(
     ("kind", "sent"),
     [
-        # Per micro-batch: cp has 2 layers x 2 passes x 4 tensors of 1/4, of which a rank sends a half. tp has 2 layers x
-        # 4 all-reduces of a half, which sends 2 x 1/4 each, and 5/4 at the embedding. pp has a quarter.
+        # Per micro-batch: cp has 2 layers x 2 passes x 4 tensors of 1/4, of which a rank sends a half. tp has 2 layers
+        # x 4 all-reduces of a half, which sends 2 x 1/4 each, and 5/4 at the embedding. pp has a quarter.
         ({}, {"cp": 3 * 2, "tp": 3 * (4 + 1.25), "pp": 3 * 0.25}),
         # The embedding's all-reduce of whole sequences stays, and no gradients are gathered.
         ({"sequence_parallel": False}, {"cp": 3 * 2, "tp": 3 * (4 + 1), "pp": 3 * 0.5}),

@@ -57,7 +57,7 @@ def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
             world = int(name.partition("-> ")[2][0])
             orders[int(name[5])].setdefault("final", [])
         else:
-            world = params.get("world", {"refused": 2, "context parallel": 2, "bytes": 4}.get(key, 0))
+            world = params.get("world", {"refused": 2, "bytes": 4}.get(key, 0))
         both = (2, 4) if key in ("adamw", "power_sgd") or not world else (world,)
         for one in both:
             named = orders[one].setdefault(key, [])

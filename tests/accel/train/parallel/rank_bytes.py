@@ -12,9 +12,10 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
-from accel.plan.measure import blocks
+from accel.plan.measure import SavedBytes, blocks
 from accel.train import passes
 from accel.train.loop import Trainer
+from accel.train.ranks import Ranks
 from accel.train.simulate import Sent, Simulated
 from tests.support.runs import SMALL
 
@@ -60,6 +61,33 @@ STAGES = {
 }
 
 FAST_STAGES = {2: tuple(STAGES[2]), 4: ("GPipe", "interleaved", "1F1B, TP 2")}
+CP, RING = ["parallel.cp=2"], ["parallel.cp=2", "parallel.cp_method=ring"]
+GPIPE = ["parallel.pp=2", "parallel.pipeline=gpipe"]
+WHOLE = "parallel.sequence_parallel=false"
+# In these layouts with context parallel, each rank counts the bytes that it keeps for the backward pass, and that it
+# sends over each axis. GPipe runs all forward passes first, so the kept bytes add up.
+SHARED = {
+    2: {"Ulysses": CP, "ring": RING},
+    4: {
+        "Ulysses, TP 2": [*CP, "parallel.tp=2"],
+        "Ulysses, TP 2, no sequence parallel, full recomputation": [
+            *CP, "parallel.tp=2", WHOLE, "parallel.recompute=full",
+        ],
+        "ring, TP 2": [*RING, "parallel.tp=2"],
+        "ring, TP 2, no sequence parallel": [*RING, "parallel.tp=2", WHOLE],
+        "Ulysses, few key-value heads": [f"model={SMALL}:grouped", "parallel.cp=4"],
+        "Ulysses, PP 2": [*CP, *GPIPE],
+        "ring, PP 2, full recomputation": [*RING, *GPIPE, "parallel.recompute=full"],
+    },
+    8: {
+        "Ulysses, PP 2, TP 2": [*CP, *GPIPE, "parallel.tp=2"],
+        "ring, PP 2, TP 2, no sequence parallel": [*RING, *GPIPE, "parallel.tp=2", WHOLE],
+    },
+}  # fmt: skip
+FAST_SHARED = {
+    2: ("Ulysses", "ring"),
+    4: ("Ulysses, TP 2", "ring, TP 2, no sequence parallel", "Ulysses, PP 2"),
+}
 
 
 def _local(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -146,4 +174,31 @@ def sent_by_stages(start: Start, names: Sequence[str], world: int, folder: Path)
         with Sent(seen := Simulated()):
             trainer.one_step(batches)
         found[name] = seen.sent_pp
+    return found
+
+
+def _over_axes(found: Simulated, ranks: Ranks) -> dict[str, float]:
+    """Returns the bytes that were sent over each axis of the ranks."""
+    meshes = {"dp": ranks.data, "tp": ranks.tp, "pp": ranks.pp, "cp": ranks.cp}
+    return {
+        axis: sum(found.groups[mesh.get_group(index).group_name] for index in range(mesh.ndim))
+        for axis, mesh in meshes.items()
+        if mesh is not None
+    }
+
+
+def of_shared_sequences(start: Start, names: Sequence[str], world: int, folder: Path) -> dict[str, dict[str, float]]:
+    """Returns the bytes that this rank keeps for the backward passes of its second step, and the bytes that it sends
+    over each axis."""
+    found = {}
+    for name in names:
+        trainer = start([*SHARED[world][name], "micro_batch=2"], folder / "none")
+        batches = trainer.batches()
+        trainer.one_step(batches)
+        for part in trainer.module.modules():
+            if isinstance(part, FSDPModule):  # gathered parameters aren't activations
+                part.unshard()
+        with SavedBytes(trainer.module.parameters()) as saved, Sent(seen := Simulated()):
+            trainer.one_step(batches)
+        found[name] = {"kept": saved.bytes, **_over_axes(seen, trainer.ranks)}
     return found

@@ -174,30 +174,6 @@ def _gradients(names: Sequence[str], world: int, folder: Path, others: list[Path
     return norms
 
 
-def _context_parallel(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, float]:
-    """Returns two byte counts of context parallel: the bytes kept for a micro-batch's backward pass, and the bytes sent
-    in the forward pass."""
-    from accel.plan.measure import SavedBytes
-    from accel.train.parallel.ulysses import Ulysses
-
-    trainer = start(["parallel.cp=2", "micro_batch=2"], folder / "none")
-    sent, turn = 0.0, Ulysses._turn
-
-    def counted(self: Ulysses, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
-        nonlocal sent
-        sent += tensor.nbytes * (self.mesh.size() - 1) / self.mesh.size()
-        return turn(self, tensor, had, gets)
-
-    x, y = next(trainer.batches())
-    Ulysses._turn = counted  # type: ignore[method-assign]
-    with SavedBytes(trainer.module.parameters()) as saved:
-        logits = trainer.module(x)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y[:, : logits.shape[1]].flatten())
-    Ulysses._turn = turn  # type: ignore[method-assign]
-    del loss
-    return {"kept": saved.bytes, "sent": sent}
-
-
 def _tensor_parallel(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, int]:
     """Returns the bytes that tensor-parallel layers keep for the backward pass of a micro-batch. The layers run with
     and without sequence parallel and recomputation."""
@@ -317,7 +293,7 @@ PARTS: dict[str, _Part] = {
     "adamw": _adamw,
     "bytes": lambda names, _, folder, __: rank_bytes.held_and_sent(start, names, folder),
     "refused": _refused,
-    "context parallel": _context_parallel,
+    "context parallel": lambda names, world, folder, _: rank_bytes.of_shared_sequences(start, names, world, folder),
     "power_sgd": _power_sgd,
     "power_sgd resumed": _power_sgd_resumed,
     "resumed": _resumed,
