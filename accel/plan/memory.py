@@ -205,7 +205,11 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
     the rank of a pipeline's first or last stage. With ``full`` recomputation, the rank also holds the activations of
     one whole layer at a time.
     """
-    kept = kept_activations(spec, layout)
+    return at_the_peak(spec, layout, kept_activations(spec, layout))
+
+
+def at_the_peak(spec: ModelSpec, layout: Layout, kept: tuple[float, float] | None) -> float | None:
+    """Returns ``activations`` for the result ``kept`` of ``kept_activations``."""
     if kept is None:
         return None
     again = layout.recompute == "full" and spec.is_transformer

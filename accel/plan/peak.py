@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .memory import (
     Memory,
-    activations,
+    at_the_peak,
     autocast_copies,
     block_params,
     kept_activations,
@@ -36,17 +36,18 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
     if layout.offload:
         optimizer = 0.0
         parameters, gradients, host = offloaded(spec, layout)
+    kept = kept_activations(spec, layout)
     return Memory(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations(spec, layout),
+        activations=at_the_peak(spec, layout, kept),
         temporary=temporary(spec, layout),
         host=host,
         disk=disk,
         stepping=stepping(spec, layout),
         teacher=4.0 * spec.teacher,  # every rank holds the whole teacher in float32
-        instants=_instants(spec, layout, optimizer, 4.0 * spec.teacher),
+        instants=_instants(spec, layout, optimizer, 4.0 * spec.teacher, kept or (0.0, 0.0)),
     )
 
 
@@ -100,8 +101,11 @@ def _held(spec: ModelSpec, layout: Layout) -> _Held:
     )
 
 
-def _instants(spec: ModelSpec, layout: Layout, optimizer: float, teacher: float) -> dict[str, float]:
-    """Returns the bytes of all tensors together at five instants of a step.
+def _instants(
+    spec: ModelSpec, layout: Layout, optimizer: float, teacher: float, kept: tuple[float, float]
+) -> dict[str, float]:
+    """Returns the bytes of all tensors together at five instants of a step. ``kept`` has the activations of the first
+    and the last stage.
 
     - ``loss``: the last stage has kept all its activations, and runs the backward pass of the loss. A pipeline keeps
       the logits until their backward pass ends.
@@ -116,22 +120,21 @@ def _instants(spec: ModelSpec, layout: Layout, optimizer: float, teacher: float)
     """
     gradient, element = PRECISIONS[layout.precision][1], PRECISIONS[layout.precision][4]
     held, buffers = _held(spec, layout), _buffers(spec, layout)
-    first, last = kept_activations(spec, layout) or (0.0, 0.0)
+    first, last = kept
     tokens = spec.seq * layout.micro_batch / layout.cp if spec.is_transformer else 0.0
     logits = tokens * spec.vocab / layout.tp
     passing = optimizer + teacher + held.passing
     begun, ended = passing + held.early, passing + max(held.early, held.late)
     copies = autocast_copies(spec, layout)
     table = gradient * spec.embedding / layout.tp
-    layer = buffers.flowing
-    if spec.is_transformer:
-        layer += layer_activations(spec, layout, whole=True)
+    whole = layer_activations(spec, layout, whole=True) if spec.is_transformer else 0.0
+    layer = buffers.flowing + whole
     fresh = table if layout.accumulation > 1 else 0.0
     outside = 2 * gradient * _outside(spec, layout) if buffers.reduces else fresh
     missing = table if held.early < held.late and not buffers.reduces else 0.0
     return {
         "loss": begun + copies + last + loss_gradients(spec, layout) + (element * logits if layout.pp > 1 else 0.0),
-        "layer": begun + copies + first + _in_a_layer(spec, layout, buffers),
+        "layer": begun + copies + first + _in_a_layer(spec, layout, buffers, whole),
         "end": ended - missing + layer + buffers.gathered + buffers.reduced + buffers.head,
         "embedding": ended + outside,
         "step": optimizer + teacher + held.between + held.late + stepping(spec, layout),
@@ -185,12 +188,13 @@ def _buffers(spec: ModelSpec, layout: Layout) -> _Buffers:
     )
 
 
-def _in_a_layer(spec: ModelSpec, layout: Layout, buffers: _Buffers) -> float:
+def _in_a_layer(spec: ModelSpec, layout: Layout, buffers: _Buffers, whole: float) -> float:
     """Returns the bytes that the backward pass of one of the last two layers needs in addition to the kept activations.
-    In the last layer but one, the activations of the last layer are freed, and its gradients are reduced."""
+    In the last layer but one, the activations of the last layer are freed, and its gradients are reduced. ``whole`` has
+    the activations of a layer without recomputation."""
     if not spec.is_transformer:
         return buffers.gathered + buffers.reduced
-    kept, whole = layer_activations(spec, layout), layer_activations(spec, layout, whole=True)
+    kept = whole if layout.recompute == "none" else layer_activations(spec, layout)
     # A layer's activations are made again, except those that ``selective`` recomputation keeps.
     again = {"none": 0.0, "full": whole, "selective": whole - kept}[layout.recompute]
     more = again + buffers.gathered + buffers.head + buffers.made + buffers.flowing
