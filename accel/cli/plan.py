@@ -110,7 +110,7 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
         with beside(out) as temporary:
             temporary.write_text(config_of(chosen, base).to_toml(), encoding="utf-8")
     body = chosen.to_json() | {"assumptions": assumptions(machine, chosen)}
-    if given["hbm"]:
+    if given["hbm"] and say.as_json:
         body["feasible"] = [plan.to_json() for plan in found]
     if out is not None:
         body["config"] = str(out)
