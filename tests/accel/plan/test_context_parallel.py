@@ -118,6 +118,8 @@ def test_the_search_combines_the_axes() -> None:
     cuts = {(plan.layout.tp, plan.layout.pp, plan.layout.cp) for plan in found}
     pairs = {(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4, 8) if tp * cp <= 8}  # tp divides the key-value heads
     assert cuts == {(tp, pp, cp) for tp, cp in pairs for pp in (1, 2, 4) if tp * pp * cp <= 32}
+    near = search(spec, Machine(hbm=80e9, node_size=4), world=32, global_batch=64)
+    assert {(p.layout.tp, p.layout.pp, p.layout.cp) for p in near} == {cut for cut in cuts if cut[0] * cut[2] <= 4}
     for name in ("tp", "pp", "cp"):
         kept = search(spec, Machine(hbm=80e9, node_size=8), world=32, global_batch=64, fixed={name: 2})
         assert {(p.layout.tp, p.layout.pp, p.layout.cp) for p in kept} == {
@@ -129,7 +131,7 @@ def test_the_search_combines_the_axes() -> None:
     ("kind", "says"),
     [
         ({"tp": 4, "cp": 4}, "2 query heads that tp 4 leaves on a rank"),
-        ({"tp": 2, "cp": 3, "pp": 2}, "cp_method ring"),
+        ({"tp": 1, "cp": 16, "pp": 2}, "8 query heads evenly; use a divisor, or cp_method ring"),
     ],
 )
 def test_heads_that_ranks_cannot_share_are_refused(kind: dict[str, int], says: str) -> None:
