@@ -5,6 +5,7 @@ Usage:
     python benchmarks/zoo.py                                  # tries the families without extra packages
     python benchmarks/zoo.py own transformers/bert            # tries a family and one more model
     python benchmarks/zoo.py timm --packages FOLDER           # tries a family whose packages are in FOLDER
+    python benchmarks/zoo.py own --tools accel --optimize     # also optimizes the models that no run optimized yet
     python benchmarks/zoo.py own/gru-tagger --optimize --again all  # exports and optimizes a model again
     python benchmarks/zoo.py transformers --tools optimum --packages FOLDER  # tries optimum, which is in FOLDER
     python benchmarks/zoo.py --report                         # only writes the page of results.
@@ -65,6 +66,8 @@ CLASSES = {
     "wrong": "wrong number",
     "crashed": "crashed",
 }
+# The classes of a model that accel exports.
+EXPORTED = ("first", "followed")
 # The words for a model that ``accel optimize`` fails to optimize, or optimizes wrongly.
 NO_RESULT = ("failed", "wrong")
 Row = dict[str, Any]
@@ -93,7 +96,7 @@ def main() -> None:
             known = names or names_of(family)
             if asked.sample:
                 known = drawn(family, known, read(RESULTS / "zoo.jsonl"), asked.sample, asked.seed)
-            rows = pending(family, known, asked.tools.split(","), read(path), asked.again)
+            rows = pending(family, known, asked.tools.split(","), read(path), asked.again, asked.optimize)
             limits = Limits(asked.seconds, asked.memory)
             try_all(rows[: asked.limit], path, limits, OPTIMIZE_SECONDS if asked.optimize else 0.0)
     rows_read = read(path)
@@ -113,7 +116,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=180, help="the time limit of one try")
     parser.add_argument("--memory", type=float, default=6000, help="the memory limit of one try in MiB")
     parser.add_argument("--again", default="", help="repeat the tries with these results, such as failed,wrong")
-    parser.add_argument("--optimize", action="store_true", help="also optimize each model that can be exported")
+    parser.add_argument(
+        "--optimize",
+        action="store_true",
+        help="optimize the exported models too, also those that no run optimized yet",
+    )
     parser.add_argument("--sample", type=int, default=0, help="draw this number of exported models of each family")
     parser.add_argument("--seed", type=int, default=20, help="the seed of --sample")
     parser.add_argument("--limit", type=int, default=None, help="the largest number of tries")
@@ -149,22 +156,34 @@ def drawn(
     family: str, names: Iterable[str], done: Mapping[tuple[str, str, str], Row], count: int, seed: int
 ) -> list[str]:
     """Draws ``count`` of the models that accel exports, in an order that depends only on ``seed``."""
-    exported = [name for name in names if done.get((family, name, "accel"), {}).get("class") in ("first", "followed")]
+    exported = [name for name in names if done.get((family, name, "accel"), {}).get("class") in EXPORTED]
     chance = random.Random(f"{family} {seed}")
     return chance.sample(sorted(exported), min(count, len(exported)))
 
 
 def pending(
-    family: str, names: Iterable[str], tools: Sequence[str], done: Mapping[tuple[str, str, str], Row], again: str
+    family: str,
+    names: Iterable[str],
+    tools: Sequence[str],
+    done: Mapping[tuple[str, str, str], Row],
+    again: str,
+    optimize: bool = False,
 ) -> list[tuple[str, str, str]]:
-    """Returns the tries without a result, and the tries whose result has one of the classes in ``again``."""
+    """Returns the tries without a result, and the tries whose result has one of the classes in ``again``.
+
+    If ``optimize`` is true, also returns the models that accel exported but did not optimize yet.
+    """
     repeat = set(filter(None, again.split(",")))
     found = []
     for name in names:
         for tool in tools:
             row = done.get((family, name, tool))
-            unmade = done.get((family, name, "accel"), {}).get("class") == "not made"
-            if (row is None and not unmade) or (row is not None and (row["class"] in repeat or "all" in repeat)):
+            if row is None:
+                wanted = done.get((family, name, "accel"), {}).get("class") != "not made"
+            else:
+                unoptimized = row["class"] in EXPORTED and tool == "accel" and "optimize" not in row
+                wanted = row["class"] in repeat or "all" in repeat or (optimize and unoptimized)
+            if wanted:
                 found.append((family, name, tool))
     return found
 

@@ -304,7 +304,7 @@ def _optimized(case: Case, calls: Calls, seconds: float, folder: Path) -> dict[s
     """Runs ``accel optimize`` on the exported file, and compares the result with the model's outputs in ``calls``.
 
     Returns the speedup or the word ``failed`` or ``wrong``, the name of the chosen candidate, the distance of its
-    outputs, and the reasons why other candidates were rejected.
+    outputs, the reasons why other candidates were rejected, and whether other work disturbed the measurement.
     """
     import accel
 
@@ -318,6 +318,8 @@ def _optimized(case: Case, calls: Calls, seconds: float, folder: Path) -> dict[s
         return {"optimize": "failed", "optimize_message": f"{type(error).__name__}: {_line(error)}"}
     rejected = {row.name: _line(row.reason)[:300] for row in fast.candidates if row.status == "rejected"}
     facts = taken | {"chosen": fast.chosen, "distance": distance, "rejected": rejected}
+    if fast.environment.get("statistic", "median") != "median":
+        facts["busy"] = True
     if fast.speedup is None:
         message = "the budget was over before any candidate was measured"
         return facts | {"optimize": "failed", "optimize_message": message}

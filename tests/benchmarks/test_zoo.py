@@ -160,6 +160,20 @@ def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
     assert ("own", "a", "accel") in zoo.pending("own", names, tools, done, "failed,first")
 
 
+def test_what_is_not_optimized_yet(zoo: ModuleType) -> None:
+    """Fails if a run with ``--optimize`` repeats an optimized model, leaves out a model that was only exported, or
+    tries
+    one that can't be exported."""
+    kinds = {"a": "first", "b": "followed", "c": "refused", "d": "first", "e": "not made"}
+    done = {("own", name, "accel"): row(name, kind) for name, kind in kinds.items()}
+    done |= {("own", "a", "torch.onnx"): row("a", "first", "torch.onnx")}
+    done["own", "d", "accel"]["optimize"] = "failed"
+    for tools in (["accel"], ["accel", "torch.onnx"]):
+        found = zoo.pending("own", [*kinds, "f"], tools, done, "", optimize=True)
+        assert [name for _, name, tool in found if tool == "accel"] == ["a", "b", "f"]
+        assert ("own", "a", "torch.onnx") not in found
+
+
 def test_a_sample_of_the_exported_models(zoo: ModuleType) -> None:
     """Fails if the sample contains a model that isn't exported, has another size, or changes with the other models'
     order."""
@@ -175,17 +189,22 @@ def test_a_sample_of_the_exported_models(zoo: ModuleType) -> None:
 @pytest.mark.usefixtures("zoo")
 def test_a_wrong_result_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Fails if a result of the optimizer with other outputs than the model's counts as a result, or if a right result
-    counts as wrong."""
+    counts as wrong. Also fails if a result doesn't tell whether other work disturbed its measurement."""
     case = toys(monkeypatch)
     trial = importlib.import_module("zoo_models.trial")
     made = case.make("toys", "linear")
     calls = trial._calls(made)
     fast = SimpleNamespace(artifact=SimpleNamespace(signature=SimpleNamespace(dims={"batch": 1})))
-    fast.chosen, fast.speedup, fast.candidates = "int8", 2.0, []
+    fast.chosen, fast.speedup, fast.candidates, fast.environment = "int8", 2.0, [], {"statistic": "cpu time"}
     monkeypatch.setattr("accel.optimize", lambda *_, **__: fast)
     for net, wanted in ((made.module, "2.00"), (lambda *given: -made.module(*given), "wrong")):
         monkeypatch.setattr("accel.load", lambda _, net=net: nullcontext(net))
         assert trial._optimized(made, calls, 20.0, tmp_path)["optimize"] == wanted
+    fast.chosen = "source"
+    monkeypatch.setattr("accel.load", lambda _: nullcontext(made.module))
+    assert trial._optimized(made, calls, 20.0, tmp_path)["busy"]
+    fast.environment = {"statistic": "median"}
+    assert "busy" not in trial._optimized(made, calls, 20.0, tmp_path)
 
 
 def test_the_page(zoo: ModuleType) -> None:
