@@ -4,6 +4,7 @@ Usage:
 
     python benchmarks/zoo.py                                  # tries the families without extra packages
     python benchmarks/zoo.py own transformers/bert            # tries a family and one more model
+    python benchmarks/zoo.py own --children 2                 # tries two models at a time
     python benchmarks/zoo.py timm --packages FOLDER           # tries a family whose packages are in FOLDER
     python benchmarks/zoo.py own --tools accel --optimize     # also optimizes the models that no run optimized yet
     python benchmarks/zoo.py own/gru-tagger --optimize --again all  # exports and optimizes a model again
@@ -29,20 +30,19 @@ import json
 import multiprocessing
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from zoo_models.case import FAMILIES, names_of
+from zoo_models.child import Child, Limits
 
 RESULTS = Path(__file__).parent / "results"
 TOOLS = ("accel", "torch.onnx")
@@ -71,6 +71,7 @@ EXPORTED = ("first", "followed")
 # The words for a model that ``accel optimize`` fails to optimize, or optimizes wrongly.
 NO_RESULT = ("failed", "wrong")
 Row = dict[str, Any]
+Try = tuple[str, str, str]  # the family, the name of the model, and the tool
 
 
 def main() -> None:
@@ -98,7 +99,8 @@ def main() -> None:
                 known = drawn(family, known, read(RESULTS / "zoo.jsonl"), asked.sample, asked.seed)
             rows = pending(family, known, asked.tools.split(","), read(path), asked.again, asked.optimize)
             limits = Limits(asked.seconds, asked.memory)
-            try_all(rows[: asked.limit], path, limits, OPTIMIZE_SECONDS if asked.optimize else 0.0)
+            budget = OPTIMIZE_SECONDS if asked.optimize else 0.0
+            try_all(rows[: asked.limit], path, limits, budget, asked.children)
     rows_read = read(path)
     if rows_read:
         from accel.timing.environment import environment
@@ -114,6 +116,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--packages", default="", help="the folder with the family's packages")
     parser.add_argument("--seconds", type=float, default=180, help="the time limit of one try")
+    parser.add_argument("--children", type=int, default=1, help="the number of tries that run at the same time")
     parser.add_argument("--memory", type=float, default=6000, help="the memory limit of one try in MiB")
     parser.add_argument("--again", default="", help="repeat the tries with these results, such as failed,wrong")
     parser.add_argument(
@@ -140,9 +143,9 @@ def prepare(family: str, packages: str) -> None:
     import zoo_models.preload  # noqa: F401 - some families read their names from a package
 
 
-def read(path: Path) -> dict[tuple[str, str, str], Row]:
+def read(path: Path) -> dict[Try, Row]:
     """Returns the last result of each model and tool. Ignores a line that an interruption left incomplete."""
-    found: dict[tuple[str, str, str], Row] = {}
+    found: dict[Try, Row] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
@@ -152,9 +155,7 @@ def read(path: Path) -> dict[tuple[str, str, str], Row]:
     return found
 
 
-def drawn(
-    family: str, names: Iterable[str], done: Mapping[tuple[str, str, str], Row], count: int, seed: int
-) -> list[str]:
+def drawn(family: str, names: Iterable[str], done: Mapping[Try, Row], count: int, seed: int) -> list[str]:
     """Draws ``count`` of the models that accel exports, in an order that depends only on ``seed``."""
     exported = [name for name in names if done.get((family, name, "accel"), {}).get("class") in EXPORTED]
     chance = random.Random(f"{family} {seed}")
@@ -165,10 +166,10 @@ def pending(
     family: str,
     names: Iterable[str],
     tools: Sequence[str],
-    done: Mapping[tuple[str, str, str], Row],
+    done: Mapping[Try, Row],
     again: str,
     optimize: bool = False,
-) -> list[tuple[str, str, str]]:
+) -> list[Try]:
     """Returns the tries without a result, and the tries whose result has one of the classes in ``again``.
 
     If ``optimize`` is true, also returns the models that accel exported but did not optimize yet.
@@ -188,104 +189,51 @@ def pending(
     return found
 
 
-class Limits:
-    """The limits of one try: the time in seconds, and the memory in MiB."""
-
-    def __init__(self, seconds: float, memory: float) -> None:
-        self.seconds = seconds
-        self.memory = memory
-
-
-def try_all(wanted: Sequence[tuple[str, str, str]], path: Path, limits: Limits, budget: float) -> None:
+def try_all(wanted: Iterable[Try], path: Path, limits: Limits, budget: float, children: int = 1) -> None:
     """Runs each try in a child process, and appends each result to ``path`` immediately.
 
-    ``budget`` is the time for ``accel optimize`` in seconds. If ``budget`` is 0, no model is optimized.
+    ``budget`` is the time for ``accel optimize`` in seconds. If ``budget`` is 0, no model is optimized. Up to
+    ``children`` tries run at the same time, each with another model.
     """
     from zoo_models.trial import run
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["zoo_models.preload", "zoo_models.trial", "zoo_models.compare"])
-    unmade: set[str] = set()
-    for number, (family, name, tool) in enumerate(wanted, 1):
-        if name in unmade:
-            continue
-        row = in_child(context, run, (family, name, tool, budget, False), limits)
-        # To save time, the first try simplifies the graph in its own process. After a crash, a second try simplifies
-        # the graph in a child process, as accel does for users.
-        if row["class"] == "crashed" and "SIG" in row["message"]:
-            row = in_child(context, run, (family, name, tool, budget, True), limits)
-        if row["class"] == "not made":
-            unmade.add(name)
-        row = {"family": family, "name": name, "tool": tool, **row}
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        said = f"{row.get('message', '')}"[:150]
-        print(f"{number}/{len(wanted)} {family}/{name} {tool}: {row['class']} {row.get('wall')} s {said}", flush=True)
+    tries_of: dict[tuple[str, str], list[Try]] = {}
+    for family, name, tool in wanted:
+        tries_of.setdefault((family, name), []).append((family, name, tool))
+    waiting, count, number = list(tries_of.values()), sum(map(len, tries_of.values())), 0
+    running: dict[Child, list[Try]] = {}  # the child of a model's first try, with this try and the model's further ones
+
+    def start(tries: list[Try], apart: bool = False) -> None:
+        running[Child(context, run, (*tries[0], budget, apart), limits)] = tries
+
+    while waiting or running:
+        while waiting and len(running) < children:
+            start(waiting.pop(0))
+        wait([child.process.sentinel for child in running], timeout=0.1)
+        for child, tries in list(running.items()):
+            row = child.result()
+            if row is None:
+                continue
+            del running[child]
+            # To save time, the first try simplifies the graph in its own process. After a crash, a second try
+            # simplifies the graph in a child process, as accel does for users.
+            *_, apart = child.words
+            if row["class"] == "crashed" and "SIG" in row["message"] and not apart:
+                start(tries, apart=True)
+                continue
+            (family, name, tool), *further = tries
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"family": family, "name": name, "tool": tool, **row}) + "\n")
+            number += 1
+            said = f"{row.get('message', '')}"[:150]
+            print(f"{number}/{count} {family}/{name} {tool}: {row['class']} {row.get('wall')} s {said}", flush=True)
+            if further and row["class"] != "not made":
+                start(further)
 
 
-def in_child(context: Any, target: Callable[..., None], words: Sequence[Any], limits: Limits) -> Row:
-    """Runs ``target(*words, out)`` in a child process within ``limits``.
-
-    Returns the result that the child writes to ``out``, or a result of the class ``crashed`` with the reason.
-    """
-    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
-        out = Path(folder, "result.json")
-        child = context.Process(target=target, args=(*words, str(out)))
-        started, peak, reason = time.monotonic(), 0.0, ""
-        child.start()
-        while child.is_alive() and not reason:
-            child.join(0.1)
-            peak = max(peak, tree_mib(child.pid))
-            if time.monotonic() - started > limits.seconds:
-                reason = f"no end after {limits.seconds:g} s"
-            elif peak > limits.memory:
-                reason = f"more than {limits.memory:g} MiB of memory"
-        end(child.pid)
-        child.join()
-        facts = {"wall": round(time.monotonic() - started, 1), "peak_mib": round(peak)}
-        if not reason and out.is_file():
-            return {**json.loads(out.read_text(encoding="utf-8")), **facts}
-        code = child.exitcode or 0
-        died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return {"class": "crashed", "message": reason or f"the process ended with {died}", **facts}
-
-
-def descendants(pid: int) -> list[int]:
-    """Returns the process ids of ``pid`` and all its descendants."""
-    found, queue = [], [pid]
-    while queue:
-        here = queue.pop()
-        found.append(here)
-        try:
-            text = Path(f"/proc/{here}/task/{here}/children").read_text(encoding="utf-8")
-        except OSError:
-            continue
-        queue += [int(word) for word in text.split()]
-    return found
-
-
-def tree_mib(pid: int) -> float:
-    """Returns the resident memory of a process and its descendants in MiB, without memory-mapped files."""
-    total = 0.0
-    for here in descendants(pid):
-        try:
-            lines = Path(f"/proc/{here}/status").read_text(encoding="utf-8").splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
-    return total
-
-
-def end(pid: int) -> None:
-    """Kills a process and all its descendants."""
-    for here in reversed(descendants(pid)):
-        try:
-            os.kill(here, signal.SIGKILL)
-        except OSError:
-            continue
-
-
-def page(rows: Mapping[tuple[str, str, str], Row], machine: Mapping[str, Any]) -> str:
+def page(rows: Mapping[Try, Row], machine: Mapping[str, Any]) -> str:
     """Returns the results as Markdown: the counts by family, and a line for each model that didn't work at the first
     try."""
     families = list(dict.fromkeys(family for family, *_ in rows))
@@ -319,7 +267,7 @@ def page(rows: Mapping[tuple[str, str, str], Row], machine: Mapping[str, Any]) -
     return "\n".join(lines) + "\n"
 
 
-def others(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
+def others(rows: Mapping[Try, Row]) -> list[str]:
     """Returns a table line for each model that didn't work at the first try with accel. The line also has the result
     of each peer."""
     lines = [
@@ -336,7 +284,7 @@ def others(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
     return [*lines, ""]
 
 
-def optimized(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
+def optimized(rows: Mapping[Try, Row]) -> list[str]:
     """Returns a section about the exported models that were also optimized.
 
     The section has a table line for each family, and a line for each failure.
@@ -370,7 +318,7 @@ def optimized(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
     return [*lines, "", *(f"- {name}: {row['optimize_message']}" for name, row in failed.items()), ""]
 
 
-def not_counted(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
+def not_counted(rows: Mapping[Try, Row]) -> list[str]:
     """Returns a sentence with the names of all models that the zoo can't make."""
     names = [f"{family}/{name}" for (family, name, _), row in sorted(rows.items()) if row["class"] == "not made"]
     names = list(dict.fromkeys(names))

@@ -129,15 +129,47 @@ def test_the_limits_of_a_child(zoo: ModuleType) -> None:
     """Checks that a child process that hangs, fills the memory or dies is recorded as a crash, and doesn't end the
     run."""
     context = multiprocessing.get_context("fork")  # with spawn, each child would import torch again
-    limits = zoo.Limits(seconds=20.0, memory=4000.0)
-    found = zoo.in_child(context, child, ("works",), limits)
-    assert found["class"] == "first"
-    died = zoo.in_child(context, child, ("dies",), limits)
-    assert (died["class"], died["message"]) == ("crashed", "the process ended with SIGKILL")
-    late = zoo.in_child(context, child, ("hangs",), zoo.Limits(seconds=1.0, memory=4000.0))
-    assert (late["class"], late["message"]) == ("crashed", "no end after 1 s")
-    large = zoo.in_child(context, child, ("fills",), zoo.Limits(seconds=30.0, memory=1.0))
-    assert (large["class"], large["message"]) == ("crashed", "more than 1 MiB of memory")
+
+    def result(kind: str, seconds: float, memory: float = 4000.0) -> tuple[str, str]:
+        started = zoo.Child(context, child, (kind,), zoo.Limits(seconds, memory))
+        while (found := started.result()) is None:
+            started.process.join(0.05)
+        assert found["wall"] < seconds + 5
+        return found["class"], found.get("message", "")
+
+    assert result("works", 20.0) == ("first", "")
+    assert result("dies", 20.0) == ("crashed", "the process ended with SIGKILL")
+    assert result("hangs", 1.0) == ("crashed", "no end after 1 s")
+    assert result("fills", 30.0, memory=1.0) == ("crashed", "more than 1 MiB of memory")
+
+
+def meeting(_: str, name: str, tool: str, __: float, apart: bool, out: str) -> None:
+    """Runs in a child process. The tries of the models ``a`` and ``b`` wait for each other."""
+    met = Path(os.environ["MEETING"])
+    (met / f"{name} {tool}").touch()
+    other = met / f"{'b' if name == 'a' else 'a'} accel"
+    until = time.monotonic() + 20
+    while name in "ab" and not other.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    if name == "c" and not apart:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kind = "not made" if name == "d" else "first"
+    Path(out).write_text(json.dumps({"class": kind, "met": other.exists(), "apart": apart}))
+
+
+def test_tries_at_the_same_time(zoo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if two children don't run at the same time, if a result is lost or assigned to another model, if a crash
+    isn't tried again, or if a model that can't be made is tried with a second tool."""
+    monkeypatch.setattr("zoo_models.trial.run", meeting)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: multiprocessing.context.ForkContext())
+    monkeypatch.setenv("MEETING", str(tmp_path))
+    wanted = [("own", name, tool) for name in "abcd" for tool in ("accel", "torch.onnx")]
+    zoo.try_all(wanted, tmp_path / "zoo.jsonl", zoo.Limits(40.0, 4000.0), 0.0, children=2)
+    found = zoo.read(tmp_path / "zoo.jsonl")
+    assert set(found) == set(wanted) - {("own", "d", "torch.onnx")}
+    assert [found["own", name, "accel"]["class"] for name in "abcd"] == ["first", "first", "first", "not made"]
+    assert all(found["own", name, tool]["met"] for name in "ab" for tool in ("accel", "torch.onnx"))
+    assert [found["own", name, "accel"]["apart"] for name in "abc"] == [False, False, True]
 
 
 def row(name: str, kind: str, tool: str = "accel") -> dict[str, Any]:
@@ -162,8 +194,7 @@ def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
 
 def test_what_is_not_optimized_yet(zoo: ModuleType) -> None:
     """Fails if a run with ``--optimize`` repeats an optimized model, leaves out a model that was only exported, or
-    tries
-    one that can't be exported."""
+    tries one that can't be exported."""
     kinds = {"a": "first", "b": "followed", "c": "refused", "d": "first", "e": "not made"}
     done = {("own", name, "accel"): row(name, kind) for name, kind in kinds.items()}
     done |= {("own", "a", "torch.onnx"): row("a", "first", "torch.onnx")}
