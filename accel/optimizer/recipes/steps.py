@@ -43,10 +43,13 @@ def fuse_decoder(src: Artifact) -> list[Step]:
 def packed_weights(src: Artifact) -> list[Step]:
     """Returns the step that packs the weights of a decoder for accel's CPU kernels. Returns no step if ``src`` has no
     KV cache, or if ``accel kernels build`` hasn't made the operators for ONNX Runtime."""
+    if Cache.of(src.signature) is None or precision_of(src) != "fp32":
+        return []
+    # The imports take seconds, which a model without a cache shouldn't wait for.
     from accel.converters.decoder.packed import PackWeightsConfig
     from accel.kernels.native.bridges import find_onnxruntime_library
 
-    if Cache.of(src.signature) is None or precision_of(src) != "fp32" or find_onnxruntime_library() is None:
+    if find_onnxruntime_library() is None:
         return []
     return [Step("pack_weights", PackWeightsConfig(), STAGE_LIMITS["int4"])]
 
