@@ -54,7 +54,11 @@ def run_dynamic(task: Task) -> dict[str, Any]:
 
 
 class DynamicQuantizer(onnx_quantizer.ONNXQuantizer):  # type: ignore[misc]
-    """Quantizes all channels of a weight at once. The results are the same."""
+    """Quantizes all channels of a weight at once. The results are the same.
+
+    A stack of matrices gets scales for each matrix and channel. ONNX Runtime's own quantizer gives it a scale for each
+    channel, which MatMulInteger doesn't take.
+    """
 
     def quantize_weight_per_channel_impl(
         self, weight_name: str, weight_qType: Any, channel_axis: int, reduce_range: bool = True, *_: Any
@@ -63,7 +67,8 @@ class DynamicQuantizer(onnx_quantizer.ONNXQuantizer):  # type: ignore[misc]
         initializer = find_by_name(weight_name, self.model.initializer())
         weights = onnx.numpy_helper.to_array(initializer)
         axis = channel_axis % weights.ndim
-        others = tuple(other for other in range(weights.ndim) if other != axis)
+        stacked = weights.ndim > 2 and axis == weights.ndim - 1
+        others = (axis - 1,) if stacked else tuple(other for other in range(weights.ndim) if other != axis)
         _, highest = get_qmin_qmax_for_qType(weight_qType, self.reduce_range and reduce_range, symmetric=True)
         largest = np.maximum(weights.max(others, initial=0), -weights.min(others, initial=0))
         exact = largest.astype(np.float64) / float(highest)
@@ -71,7 +76,9 @@ class DynamicQuantizer(onnx_quantizer.ONNXQuantizer):  # type: ignore[misc]
         steps = np.round(weights / np.expand_dims(scales, others))
         small = np.clip(steps, -128, 127, out=steps).astype(np.int8)
         names = (weight_name + TENSOR_NAME_QUANT_SUFFIX, weight_name + "_zero_point", weight_name + "_scale")
-        values = (small, np.zeros(len(scales), np.int8), scales)
+        if stacked:
+            scales = np.expand_dims(scales, others)
+        values = (small, np.zeros(scales.shape, np.int8), scales)
         self.model.initializer_extend(
             [onnx.numpy_helper.from_array(value, name) for name, value in zip(names, values, strict=True)]
         )

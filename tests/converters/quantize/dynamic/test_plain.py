@@ -1,4 +1,5 @@
-"""Proves that accel's dynamic quantization makes the same model as ONNX Runtime's own function."""
+"""Proves that accel's dynamic quantization makes the same model as ONNX Runtime's own function, and quantizes stacks of
+matrices, which that function makes invalid."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.child import run_in_child
-from accel.converters.quantize.stage import QuantizeConfig, Task
+from accel.converters.quantize.stage import QuantizeConfig, Task, quantize
+from accel.runtimes.base import open_session
 from accel.sources.onnx.file import open_onnx
 
 FLOAT = TensorProto.FLOAT
@@ -76,3 +78,30 @@ def test_the_model_is_that_of_onnx_runtimes_function(per_channel: bool, reduce_r
     for name, value in mine.items():
         assert value.dtype == others[name].dtype
         np.testing.assert_array_equal(value.reshape(-1), others[name].reshape(-1), err_msg=name)
+
+
+@pytest.mark.parametrize("stack", [(4,), (2, 3)])
+def test_a_stack_of_matrices(stack: tuple[int, ...], tmp_path: Path) -> None:
+    """Fails if ONNX Runtime can't run the product with a stack of matrices, such as the weights of experts. Also fails
+    if large weights of one matrix make another matrix inexact."""
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** np.arange(np.prod(stack)).reshape(*stack, 1, 1)
+    weights = (rng.standard_normal((*stack, 16, 8)) * sizes).astype(np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="experts")],
+        "net",
+        [helper.make_tensor_value_info("x", FLOAT, [*stack, "rows", 16])],
+        [helper.make_tensor_value_info("y", FLOAT, [*stack, "rows", 8])],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(tmp_path / "net.onnx"))
+    source = open_onnx(tmp_path / "net.onnx", probe=False)
+    small = quantize(source, QuantizeConfig(mode="dynamic"), tmp_path / "int8.onnx")
+    x = rng.standard_normal((*stack, 3, 16)).astype(np.float32)
+    with open_session(small) as session:
+        found = session.run({"x": x})["y"]
+    wanted = x @ weights
+    errors = np.linalg.norm(found - wanted, axis=(-2, -1)) / np.linalg.norm(wanted, axis=(-2, -1))
+    assert errors.shape == stack
+    assert errors.max() < 0.02
