@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,39 @@ def drop_unread(model: onnx.ModelProto) -> None:
     left = [tensor for tensor in model.graph.initializer if tensor.name in read]
     del model.graph.initializer[:]
     model.graph.initializer.extend(left)
+
+
+def turn_matrices(model: onnx.ModelProto) -> None:
+    """Transposes the constant matrix of each Gemm with ``transB``, which becomes 0.
+
+    ONNX Runtime transposes such a matrix in place for each Gemm that reads it, so that it would be wrong for the other
+    nodes that read it. A matrix that other nodes read as it is stays, and the Gemms get a transposed copy.
+    """
+    import numpy as np
+    from onnx import numpy_helper
+
+    from accel.sources.onnx.weights import weight_array
+
+    from ..graph.subgraphs import reads
+
+    gemms: dict[str, list[tuple[onnx.NodeProto, onnx.AttributeProto]]] = {}
+    for node in model.graph.node:
+        for flag in node.attribute:
+            if node.op_type == "Gemm" and flag.name == "transB" and flag.i:
+                gemms.setdefault(node.input[1], []).append((node, flag))
+    uses = Counter(name for node in model.graph.node for name in reads(node))
+    uses.update(value.name for value in (*model.graph.input, *model.graph.output))
+    for tensor in [one for one in model.graph.initializer if one.name in gemms]:
+        alone = uses[tensor.name] == len(gemms[tensor.name])
+        name = tensor.name if alone else f"{tensor.name}/transposed"
+        matrix = numpy_helper.from_array(np.ascontiguousarray(weight_array(tensor).T), name)
+        for node, flag in gemms[tensor.name]:
+            flag.i = 0
+            node.input[1] = name
+        if alone:
+            tensor.CopyFrom(matrix)
+        else:
+            model.graph.initializer.append(matrix)
 
 
 def product_weights(model: onnx.ModelProto) -> list[tuple[str, int]]:

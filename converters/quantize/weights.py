@@ -15,7 +15,7 @@ from accel.sources.onnx.weights import weight_array
 
 from ..graph.write import write_onnx
 from .nbits import ACCURACY_LEVEL, add_weights, finish, replace_product, rounded_blocks
-from .products import product_weights
+from .products import product_weights, turn_matrices
 from .stage import AWQ, Task
 
 _BITS = {"int8-weights": 8, "int4-weights": 4, AWQ: 4}
@@ -29,9 +29,10 @@ def run_nbits(task: Task) -> dict[str, Any]:
     """
     model = onnx.load(str(task.path))
     bits, size = _BITS[task.config.mode], task.config.block_size
+    nodes = chosen_products(model, task)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     made: dict[str, list[str]] = {}
-    for node in chosen_products(model, task):
+    for node in nodes:
         name = node.input[1]
         if name not in made:
             made[name] = add_weights(model, name, *rounded_blocks(weight_array(tensors[name]), bits, size), bits, size)
@@ -90,6 +91,7 @@ def chosen_products(model: onnx.ModelProto, task: Task) -> list[onnx.NodeProto]:
     from onnxruntime.quantization.onnx_model import ONNXModel
 
     wanted = _large_products(model, task)
+    turn_matrices(model)
     ONNXModel(model).replace_gemm_with_matmul()
     chosen = {name for own in wanted for name in (own, f"{own}_MatMul")}
     return [node for node in model.graph.node if node.op_type == "MatMul" and node.name in chosen]

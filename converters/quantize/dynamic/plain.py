@@ -23,6 +23,7 @@ from accel.runtimes.onnx_rounded import tensor_types
 from accel.sources.onnx.file import read_proto
 
 from ...graph.write import write_onnx
+from ..products import turn_matrices
 from ..stage import Task
 
 
@@ -34,8 +35,10 @@ def run_dynamic(task: Task) -> dict[str, Any]:
         module.save_and_reload_model_with_shape_infer = with_shapes
     # The quantizer turns a Gemm into a MatMul called ``<name>_MatMul`` before it applies the list of excluded nodes.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
+    model = read_proto(task.path, weights=True)
+    turn_matrices(model)
     quantizer = DynamicQuantizer(
-        with_shapes(read_proto(task.path, weights=True)),
+        with_shapes(model),
         config.per_channel,
         bool(config.reduce_range),
         QuantizationMode.IntegerOps,
