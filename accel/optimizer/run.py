@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +21,7 @@ from accel.sources.notes import source_notes, training_note
 from accel.spelling import option
 
 from .attempt import attempt
-from .budget import Budget
+from .budget import Budget, OutOfTime
 from .calibration import calibration_samples
 from .candidate import LARGE_MEGABYTES, CandidateResult, Status, megabytes, not_tried
 from .choice import fused, likeliest
@@ -222,6 +224,7 @@ class DataCheck:
     cache: StageCache
     budget: Budget
     _found: tuple[str, str] = ("", "")
+    _nan: str = ""
     _checked: int = 0
 
     def begin(self) -> None:
@@ -229,10 +232,13 @@ class DataCheck:
         large, unless the search is thorough."""
         large = megabytes(self.opened.artifact) >= LARGE_MEGABYTES and not self.request.thorough
         self._run(min(self.samples, _CHECKED_FIRST) if large else self.samples)
-        # In addition, every source runs on the samples for judging.
-        with self.budget.spending(_ON_DATA):
+        # In addition, every source runs on the samples for judging. Random inputs say nothing about the user's data, so
+        # that the source's runs on them end with the time.
+        given = self.request.judged_on is not None
+        ended: tuple[type[OutOfTime], ...] = () if given else (OutOfTime,)
+        with self.budget.spending(_ON_DATA), suppress(*ended), self.budget.within(math.inf if given else 1.0):
             self.judge.check(self.cache)
-            self.judge.nan_note()
+            self._nan = self.judge.nan_note()
 
     def finish(self) -> None:
         """Runs the source on the samples that ``begin`` left out."""
@@ -242,7 +248,7 @@ class DataCheck:
     def warnings(self) -> list[str]:
         """Returns warnings, some of which may be empty."""
         apart, nan = self._found
-        return [apart, self.judge.nan_note() or nan]
+        return [apart, self._nan or nan]
 
     def _run(self, samples: int) -> None:
         # Without ``data``, an exported model is compared with its source on ``eval_data``. An ONNX file that the user

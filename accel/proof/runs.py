@@ -31,7 +31,7 @@ from accel.tables.limits import ROUNDING
 
 from .compare import compare, holds_floats
 from .data import data_files, open_npz, place
-from .gates import PATIENT, case_name, cast_feeds, gate_runtime
+from .gates import PATIENT, Outputs, case_name, cast_feeds, gate_runtime
 from .stream import SampleStream
 
 if TYPE_CHECKING:
@@ -54,15 +54,16 @@ def check_runs(src: Artifact, cache: StageCache) -> None:
     key = text_sha256(f"{src.digest}\n{canonical_json(signature.to_json())}")
     if cache.get_record("runs", key):
         return
-    with open_session(src, gate_runtime(src), PATIENT) as session:
+    with ExitStack() as stack:
+        run = Outputs(src, gate_runtime(src), stack).of  # later checks find the outputs that it keeps
         for sizes in signature.cases():
             try:
-                session.run(signature.example_inputs(**sizes))
+                run(signature.inputs_at(sizes))
             except RunFailed as error:
                 sizes_taken = option("dims", {"NAME": "MIN:OPT:MAX[:STEP]"})
                 numbers = option("inputs", [f"{_ranged(signature)}{{LOW..HIGH}}"])
                 advice = f"; give the sizes it takes with {sizes_taken}, and the range of its numbers with {numbers}"
-                fix = step_advice(signature, session.run) or advice
+                fix = step_advice(signature, run) or advice
                 raise BadInputSpec(f"{src.path.name} fails at {case_name(sizes)} ({_reason(error)}){fix}") from error
     cache.put_record("runs", key, True)
 

@@ -6,18 +6,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, canonical_json, finite_json, text_sha256
 from accel.cache import StageCache
+from accel.cancel import check_cancelled
 from accel.errors import BadData, BadSource, RunFailed, UsageError
 from accel.progress import report
 from accel.proof.compare import compare
 from accel.proof.concordance import discordance
 from accel.proof.data import Dataset, place
-from accel.proof.gates import PATIENT, cast_feeds, gate_runtime
+from accel.proof.gates import PATIENT, Outputs, cast_feeds, gate_runtime
 from accel.proof.runs import check_samples, nan_samples, nan_words
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import ROUNDED, SessionOptions, detached, open_session
@@ -240,7 +242,16 @@ class Judge:
         return inputs | dataset.extra()
 
     def _reference_outputs(self) -> list[dict[str, np.ndarray]]:
-        if self._reference is None:
+        if self._reference is None and self._stream is None:
+            # The gates run the source on the same random inputs, so that it runs once for all of them.
+            with ExitStack() as stack:
+                outputs = Outputs(self.source, gate_runtime(self.source), stack)
+                made = []
+                for feeds in self._feeds():
+                    check_cancelled()
+                    made.append(outputs.of(feeds))
+                self._reference = made
+        elif self._reference is None:
             with open_session(self.source, gate_runtime(self.source), PATIENT) as session:
                 try:
                     self._reference = [detached(session.run(feeds)) for feeds in self._feeds()]
@@ -272,7 +283,6 @@ class Judge:
         """Yields the inputs to judge on, batch by batch, so that only outputs stay in memory."""
         signature = self.source.signature
         if self._stream is None:
-            for index, sizes in enumerate(signature.cases()):
-                yield signature.example_inputs(seed=100 + index, **sizes)
+            yield from map(signature.inputs_at, signature.cases())
             return
         yield from itertools.islice(self._stream.batches(self._batch, skip=self._skip), self._count)

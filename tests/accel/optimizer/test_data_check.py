@@ -14,6 +14,7 @@ from accel.errors import BadData
 from accel.optimizer import attempt
 from accel.optimizer import run as module
 from accel.proof.runs import Furthest
+from accel.runtimes.base import BaseSession
 from tests.support.onnx_builder import FLOAT, INT64, artifact, node, save_data
 
 COUNT, BAD = 40, 15
@@ -83,3 +84,18 @@ def test_a_large_model_has_few_runs_before_its_first_candidate(
     accel.optimize(model.path, out=tmp_path / "out", **words)
     assert checked == [2, COUNT // 2]
     assert set(gates) == {8}
+
+
+def test_random_inputs_take_no_time_beyond_the_budget(
+    lookup: tuple[Artifact, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the source still runs on random inputs after the time is over, or if the run then gives no file."""
+    runs: list[Any] = []
+    run = BaseSession.run
+    monkeypatch.setattr("accel.kept_outputs.find", lambda _: None)
+    monkeypatch.setattr(BaseSession, "run", lambda self, feeds: runs.append(feeds) or run(self, feeds))
+    found = accel.optimize(lookup[0].path, out=tmp_path / "out", budget_seconds=1e-3)
+    assert found.chosen == "source"
+    assert len(runs) == len(lookup[0].signature.cases())  # those that checked the file
+    with accel.load(tmp_path / "out") as session:
+        assert session.run({"ids": np.array([2])})["y"].shape == (1, 4)

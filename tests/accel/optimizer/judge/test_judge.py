@@ -18,6 +18,7 @@ from accel.errors import BadSource, UsageError
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.judge.comparison import Judge, Judgement
 from accel.optimizer.notes import seen_note
+from accel.proof.gates import OutputGate
 from tests.support.onnx_builder import FLOAT, artifact, node, save_data
 
 
@@ -182,3 +183,14 @@ def test_a_source_that_gives_nan_on_the_data(tmp_path: Path) -> None:
         source, data=tmp_path / "20.npz", out=tmp_path / "out", target="ort-cpu", precision="int8", budget_seconds=0.01
     )
     assert any("gives NaN for 5 of 10 samples" in warning for warning in found.warnings)
+
+
+def test_random_inputs_are_those_of_the_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the source runs again for the judge, although a gate has run it on random inputs at all sizes."""
+    source, other = twice(tmp_path), twice(tmp_path, 2.5, "other.onnx")
+    OutputGate(limit=1.0).check(source, other)
+    judge = Judge(source, None, None)
+    for name in ("accel.proof.gates", "accel.optimizer.judge.comparison"):
+        monkeypatch.setattr(f"{name}.open_session", None)
+    judge.check(StageCache(tmp_path / "cache"))
+    assert "NaN" in judge.nan_note()
