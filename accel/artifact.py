@@ -28,6 +28,9 @@ FORMAT = 1
 _LARGE_FILE_BYTES = 1 << 24
 _hashes: dict[tuple[str, int, int, int], str] = {}
 
+# The ending of the file of a LoRA adapter, as onnxruntime-genai and Olive name it.
+ADAPTER_SUFFIX = ".onnx_adapter"
+
 # The dtypes of indices. Integers of 8 bits are mostly pixels, which may hold any number.
 _INDICES = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
 
@@ -256,6 +259,12 @@ class Artifact:
         """Returns the paths of the main file and its companions."""
         return (self.path, *(self.path.parent / name for name in self.companions))
 
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Returns the files of the LoRA adapters that a run of this decoder may take, by the adapters' names."""
+        files = (self.path.parent / name for name in self.companions if name.endswith(ADAPTER_SUFFIX))
+        return {file.name.removesuffix(ADAPTER_SUFFIX): file for file in files}
+
     def hashes(self) -> dict[str, str]:
         """Reads all files. Returns the sha256 of each file by name, the main file first."""
         return {name: file_sha256(self.path.parent / name) for name in (self.path.name, *self.companions)}
@@ -333,21 +342,21 @@ class Artifact:
         manifest = replace(self.manifest, files=files)
         manifest.write(manifest_path(out))
         for name in earlier - set(names.values()):
-            out.with_name(name).unlink(missing_ok=True)
+            (out.parent / name).unlink(missing_ok=True)
         companions = tuple(names[name] for name in self.companions)
         return replace(self, path=out, manifest=manifest, companions=companions, properties=manifest.properties)
 
 
 def _weights_of(out: Path) -> set[str]:
-    """Returns the names of the weight files that belong to the artifact in ``out`` alone. Another ONNX file in the
-    folder may share them, because these files are named by their content."""
+    """Returns the names of the files of weights and adapters that belong to the artifact in ``out`` alone. Another ONNX
+    file in the folder may share weights, because these files are named by their content."""
     if [out] != list(out.parent.glob("*.onnx")):
         return set()
     try:
         files = Manifest.read(manifest_path(out)).files
     except (ChainBroken, OSError):
         return set()
-    return {name for name in files if name.endswith(".weights")}
+    return {name for name in files if name.endswith((".weights", ADAPTER_SUFFIX))}
 
 
 def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:

@@ -33,6 +33,8 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
             found, read = resolve(reader)(result.path, src.signature)
         properties |= read
     _compare_specs(stage.name, "input", src.signature.inputs, found.inputs, stage.may_change)
+    if "optional" not in stage.may_change:
+        _compare_specs(stage.name, "optional input", src.signature.optional, found.optional, stage.may_change)
     if src.signature.outputs:
         _compare_specs(stage.name, "output", src.signature.outputs, found.outputs, stage.may_change)
     for name, wanted in (("opset", opset or src.properties.get("opset")), ("ir", src.properties.get("ir"))):
@@ -45,7 +47,7 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     known = result.signature if "interface" in stage.may_change else src.signature
     inputs = with_values_of(found.inputs, known.inputs)
-    return replace(result, signature=Signature(inputs, found.outputs, dims), properties=properties)
+    return replace(result, signature=Signature(inputs, found.outputs, dims, found.optional), properties=properties)
 
 
 def _only_shapes_differ(stage: Stage, wanted: Signature, found: Signature) -> bool:

@@ -19,7 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from accel.artifact import Artifact, Manifest, canonical_json, file_sha256, manifest_path, text_sha256
+from accel.artifact import (
+    ADAPTER_SUFFIX,
+    Artifact,
+    Manifest,
+    canonical_json,
+    file_sha256,
+    manifest_path,
+    text_sha256,
+)
 from accel.cache import StageCache
 from accel.cancel import check_interrupted, interruptible
 from accel.child import resolve
@@ -36,6 +44,7 @@ from accel.errors import (
     no_space,
 )
 from accel.machine import trim_memory
+from accel.folders.writing import make_folder
 from accel.progress import report
 from accel.spelling import option
 from accel.tables.kinds import KINDS
@@ -186,7 +195,7 @@ def run_stage(
 
     If a gate fails, saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged. Raises these errors:
 
-    - ``UnsupportedHere`` if ``src`` is of the wrong kind.
+    - ``UnsupportedHere`` if ``src`` is of the wrong kind, or has adapters that the new kind can't take.
     - ``StageFailed`` or a subclass if the stage fails.
     - ``SignatureDrift`` if the result breaks the contract.
     - ``GateFailed`` if the outputs of the result differ from the outputs of ``src`` by more than a limit.
@@ -197,6 +206,11 @@ def run_stage(
         takes = " or ".join(stage.takes)
         raise UnsupportedHere(
             f"the stage {stage.name} takes {takes} artifacts, but the artifact {src.path} has the kind {src.kind}"
+        )
+    if src.adapters and stage.gives != src.kind:
+        raise UnsupportedHere(
+            f"{src.path} takes its adapters ({', '.join(src.adapters)}) as inputs that may be left out, which a model of "
+            f"the kind {stage.gives} can't; start from the base model, or from an export that merges one adapter"
         )
     cache = cache or StageCache()
     options = config_json(config)
@@ -282,6 +296,7 @@ def _make(
     with cache.resuming(key):
         result: Artifact = interruptible(function, src, config, inside, *((proof,) if stage.proves else ()))
     check_interrupted()
+    result = _with_adapters(src, result)
     trim_memory()
     if not result.path.is_file() or result.path.stat().st_size == 0:
         raise StageFailed(f"the stage {stage.name} wrote no output; run it again with {option('use_cache', False)}")
@@ -318,6 +333,15 @@ def _make(
     )
     manifest.write(manifest_path(result.path))
     return cache.store(key, folder, result.path.name)
+
+
+def _with_adapters(src: Artifact, result: Artifact) -> Artifact:
+    """Copies the adapters of ``src`` beside the result, because no stage changes them."""
+    names = [name for name in src.companions if name.endswith(ADAPTER_SUFFIX) and name not in result.companions]
+    for name in names:
+        make_folder((result.path.parent / name).parent)
+        shutil.copyfile(src.path.parent / name, result.path.parent / name)
+    return replace(result, companions=(*result.companions, *names)) if names else result
 
 
 def _set_aside(result: Artifact, out: Path) -> Path:

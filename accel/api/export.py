@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack, cast
@@ -49,6 +50,7 @@ def export(
     to: str = "onnx",
     preprocess: PreprocessConfig | None = None,
     limit: float | None = None,
+    adapters_as: str = "merged",
     **about: Unpack[SourceOptions],
 ) -> Artifact:
     """Exports ``source`` to the ONNX file ``out``, writes the file's manifest beside the file, and proves that the file
@@ -70,7 +72,8 @@ def export(
     position of the channels (``first``, ``last`` or ``auto``) inside the graph of a TensorFlow model. The inputs keep
     TensorFlow's layout. ``auto`` chooses the position that needs fewer transposes. ``limit`` is the largest allowed
     relative error of an output after each stage. Pass a larger limit for a model whose rounding errors in float32 are
-    above the default limit of 1e-4.
+    above the default limit of 1e-4. With ``adapters_as="inputs"``, the matrices of one or more ``adapters`` stay inputs
+    of a decoder, which a run may leave out, and their files are beside it.
 
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened. Raises ``ExportFailed`` if no exporter makes
     a correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
@@ -79,7 +82,9 @@ def export(
     _check_arguments(to, opset, channels, limit)
     if out is not None:
         _check_out(Path(out), to, formats[to].main_file)
-    named = Source.of(source, **about)
+    from .decoder.adapters import apart, check_form
+
+    named, adapters = apart(Source.of(source, **about), adapters_as)
     inputs = named.inputs
     dims, preprocess = _dims_of_each(named.dims, preprocess)
     path = named.path if named.hub_model else Path(named.text)
@@ -107,6 +112,8 @@ def export(
     as_decoder = (
         not is_onnx and to in ("onnx", "openvino") and is_decoder(named, Path(out) if out is not None else None)
     )
+    if adapters:
+        check_form(named, to, as_decoder=as_decoder)
     if as_decoder:
         named = replace(named, decoder=True)
     from .decoder.pair import export_pair
@@ -116,7 +123,8 @@ def export(
         return to_folder(export_pair, "an encoder and a decoder", named)
     src = replace(named, inputs=_of_open(path, inputs) if is_onnx else inputs, dims=None if is_onnx else dims).open()
     if as_decoder or (to == "openvino" and named.decoder is not False and Cache.of(src.signature) is not None):
-        return to_folder(export_decoder if to == "onnx" else export_stateful, "a decoder with a KV cache", src, named)
+        write = partial(export_decoder, adapters=adapters) if to == "onnx" else export_stateful
+        return to_folder(write, "a decoder with a KV cache", src, named)
     if out is not None and "decoder" not in src.source:
         given = Path(out)
         if given.name == formats["onnx"].main_file or not given.suffix:  # another file doesn't replace the decoder

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, finite_json
+from accel.decoders.adapters import adapter_feeds, with_adapters
 from accel.decoders.decoder import special_tokens
 from accel.decoders.proof import DecoderGate, whole_logits
 from accel.decoders.replay import Replay
@@ -166,6 +167,9 @@ def verify(
     names = [{spec.name for spec in a.signature.inputs} for a in (first, second)]
     # A decoder of another form takes other inputs, but has the same logits.
     other_form = is_decoder(second.signature) and (names[0] != names[1] or is_stateful(second.signature))
+    # A reference with one merged adapter is compared with the candidate that runs with this adapter.
+    alone = _merged_adapter(first) if second.adapters else ""
+    other_form = other_form or bool(alone)
     if other_form and data is not None:
         raise UsageError(
             f"{second.path} is a decoder with other inputs and takes texts of its own; leave out {option('data')}"
@@ -177,7 +181,7 @@ def verify(
     problems: list[str] = []
     errors: dict[str, list[np.ndarray]] = {}
     unequal: set[str] = set()
-    for case, wanted, got in _whole_texts(first, second) if other_form else ():
+    for case, wanted, got in _whole_texts(first, second, alone) if other_form else ():
         found.append(compare(wanted, got))
         cases.append(case)
         errors.setdefault(LOGITS, []).append(sample_errors(wanted[LOGITS], got[LOGITS]))
@@ -208,7 +212,13 @@ def verify(
         else rounding_note(samples_path, first.signature)
     )
     if data is None and is_decoder(second.signature):
-        for result in DecoderGate(limit=limit, context=_context(first, second)).check(first, second):
+        gate = DecoderGate(limit=limit, context=_context(first, second), adapter=alone)
+        gates = [gate]
+        gates += [
+            replace(gate, adapter=name, reference=merged)
+            for name, merged in (() if alone else with_adapters(first, second))
+        ]
+        for result in (found for one in gates for found in one.check(first, second)):
             cases.append(result.case)
             if not result.passed:
                 problems.append(f"output {result.output!r} at {result.case}: {result.finding}")
@@ -285,10 +295,16 @@ def _context(first: Artifact, second: Artifact) -> int:
     return sum(cached.dims[dim].max for dim in step_sizes(cached, 1, 1))
 
 
+def _merged_adapter(artifact: Artifact) -> str:
+    """Returns the name of the adapter that is merged into ``artifact``, or "" if there is none."""
+    found = artifact.source.get("adapters")
+    return Path(found["path"]).absolute().name if found else ""
+
+
 def _whole_texts(
-    first: Artifact, second: Artifact
+    first: Artifact, second: Artifact, adapter: str
 ) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """Yields the logits of whole texts for two decoders with different inputs."""
+    """Yields the logits of whole texts for two decoders with different inputs. The second runs with its ``adapter``."""
     import numpy as np
 
     from accel.proof.gates import PATIENT, case_name, gate_runtime
@@ -296,6 +312,7 @@ def _whole_texts(
     low, high = first.signature.input(IDS).range_at({}) or (0, 1)
     drawn = np.random.default_rng(0)
     context = _context(first, second)
+    feeds = adapter_feeds(second, adapter)
 
     with ExitStack() as stack:
         whole = whole_logits(first, stack)
@@ -305,7 +322,7 @@ def _whole_texts(
             yield (
                 case_name({"batch": rows, "sequence": ids.shape[1]}),
                 {LOGITS: whole(ids)},
-                {LOGITS: Replay(session, len(ids)).step(ids)},
+                {LOGITS: Replay(session, len(ids), adapter=feeds).step(ids)},
             )
 
 

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 @click.option("--to", default="onnx", show_default=True, help=f"{', '.join(export_formats())}.")
 @source_options
 @click.option(
+    "--adapters-as",
+    default="merged",
+    show_default=True,
+    metavar="merged|inputs",
+    help="Merge the adapter, or keep the matrices of one or more --adapters as inputs of a decoder that a run may leave "
+    "out.",
+)
+@click.option(
     "--channels",
     type=click.Choice(["auto", "first", "last"]),
     default="auto",
@@ -102,6 +110,7 @@ def command(
         ]
         lines += [f"  in   {spec}" for spec in artifact.signature.inputs]
         lines += [f"  out  {spec}" for spec in artifact.signature.outputs]
+        lines += [f"  adapters  {', '.join(artifact.adapters)}"] if artifact.adapters else []
         lines += [f"  dim  {name} {r}" for name, r in artifact.signature.dims.items()]
         lines += [f"  gate {g['stage']}: {g['summary']}" for g in artifact.proof()]
         return "\n".join(lines)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--json-schema", metavar="FILE", help="Every answer is JSON of this schema.")
 @click.option("--grammar", type=click.Path(path_type=Path), metavar="FILE", help="A grammar of answers (Lark).")
 @click.option("--draft", metavar="DECODER|ngram", help="Propose tokens by a smaller decoder, or by looking them up.")
+@click.option("--adapter", metavar="NAME", help="Run with this LoRA adapter of the decoder. Default: the base model.")
 @click.option("--runtime", help="The runtime. Default: the one that the decoder was made for.")
 @source_options
 @output_options

@@ -39,6 +39,7 @@ _weights_dtype = click.option(
 _adapters = click.option(
     "--adapters",
     type=click.Path(path_type=Path),
+    multiple=True,
     help="The folder of a LoRA adapter that PEFT wrote. It is merged into the weights.",
 )
 _dim = click.option(
@@ -131,7 +132,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
         inputs: tuple[str, ...],
         weights: Path | None,
         weights_dtype: str,
-        adapters: Path | None,
+        adapters: tuple[Path, ...],
         dims: tuple[str, ...],
         graph_inputs: tuple[str, ...],
         graph_outputs: tuple[str, ...],
@@ -145,7 +146,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "inputs": inputs or None,
             "weights": weights,
             "weights_dtype": weights_dtype,
-            "adapters": adapters,
+            "adapters": adapters or None,
             "dims": read_dims(dims) or None,
             "graph_inputs": read_names(graph_inputs),
             "graph_outputs": read_names(graph_outputs),

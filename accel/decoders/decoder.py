@@ -14,6 +14,7 @@ from accel.errors import BadSource
 from accel.runtimes.base import Session
 from accel.signature.decoder import IDS, LOGITS
 
+from .adapters import adapter_feeds
 from .folder import GENAI_CONFIG
 from .replay import Replay, bytes_a_token
 from .tokenizer import Tokenizer
@@ -34,14 +35,17 @@ class SpecialTokens:
 
 class Decoder:
     """A decoder with a KV cache in an open ``session``. ``folder`` has the tokenizer, by default the artifact's folder.
+    With ``adapter``, the decoder runs with its LoRA adapter of this name.
 
-    Raises ``BadSource`` if the model has no KV cache, or if a recorded special token isn't a token id.
+    Raises ``BadSource`` if the model has no KV cache, or if a recorded special token isn't a token id. Raises
+    ``UnknownName`` if the decoder has no such adapter.
     """
 
-    def __init__(self, artifact: Artifact, session: Session, folder: Path | None = None) -> None:
+    def __init__(self, artifact: Artifact, session: Session, folder: Path | None = None, adapter: str = "") -> None:
         self.artifact = artifact
         self._folder = folder or artifact.path.parent
         self.session = session
+        self._adapter = adapter_feeds(artifact, adapter)
         self.bytes_a_token = bytes_a_token(session)
         vocabulary = next(spec for spec in session.signature.outputs if spec.name == LOGITS).shape[-1]
         bounds = session.signature.input(IDS).range_at({})
@@ -56,7 +60,7 @@ class Decoder:
 
     def begin(self, sources: Sequence[Sequence[int]]) -> Replay:
         """Returns a replay with a row for each of ``sources``, which only an encoder reads."""
-        return Replay(self.session, len(sources))
+        return Replay(self.session, len(sources), adapter=self._adapter)
 
     @property
     def has_tokenizer(self) -> bool:

@@ -13,9 +13,11 @@ from accel.progress import report
 from accel.proof.compare import compare
 from accel.proof.gates import PATIENT, gate_runtime, output_result
 from accel.runtimes.base import Session, open_session
+from accel.signature import Feeds
 from accel.signature.decoder import IDS, LOGITS, MASK
 from accel.stage import GateResult
 
+from .adapters import adapter_feeds
 from .replay import Replay, replay
 
 if TYPE_CHECKING:
@@ -88,7 +90,9 @@ class DecoderGate:
 
     The reference runs each text alone, without padding, in one pass and without a cache. Therefore the gate also finds
     errors that a comparison of two cached runs can't find. ``context`` is the largest number of tokens of the model.
-    ``reference`` is the model to compare with, by default the stage's input.
+    ``reference`` is the model to compare with, by default the stage's input. With ``adapter``, the decoder runs with
+    its adapter of this name. The reference is then a PyTorch model with the adapter merged, or a decoder with an adapter
+    of the same name.
     """
 
     name: str = "decoder"
@@ -96,10 +100,13 @@ class DecoderGate:
     context: int
     seed: int = 0
     reference: Artifact | None = None
+    adapter: str = ""
 
     def to_json(self) -> dict[str, Any]:
         body = asdict(replace(self, reference=None))
         del body["reference"]
+        if not self.adapter:
+            del body["adapter"]
         return {**body, "reference": self.reference.digest} if self.reference else body
 
     def check(self, src: Artifact, out: Artifact) -> list[GateResult]:
@@ -118,16 +125,17 @@ class DecoderGate:
 
         src = self.reference or src
         texts = self._texts(src)
+        adapter = adapter_feeds(out, self.adapter)
         asked = scenarios(self.context, padded=any(spec.name == MASK for spec in out.signature.inputs))
         with ExitStack() as stack:
-            whole = whole_logits(src, stack)
+            whole = whole_logits(src, stack, self.adapter)
             wanted = [*whole(np.stack(texts[:_TEXTS])), *whole(texts[_TEXTS][None])]
             with open_session(out, runtime, PATIENT) as session:
                 results = []
                 for index, scenario in enumerate(asked):
                     report("gate", index / (len(asked) + 1))
                     try:
-                        found = _replayed(session, scenario, texts)
+                        found = _replayed(session, scenario, texts, adapter)
                     except GateFailed as error:
                         if out.manifest is not None:
                             raise
@@ -135,8 +143,12 @@ class DecoderGate:
                         continue
                     rows = scenario.texts if scenario.order is None else [scenario.texts[n] for n in scenario.order]
                     results.append(self._worst(scenario.name, [wanted[n][:length] for n, length in rows], found))
-                results.append(self._greedy(Replay(session, 1), whole, texts[0][:8]))
-        return results
+                results.append(self._greedy(Replay(session, 1, adapter=adapter), whole, texts[0][:8]))
+        return (
+            [replace(one, case=f"{one.case}, with the adapter {self.adapter}") for one in results]
+            if adapter
+            else results
+        )
 
     def _refused(self, case: str, note: str) -> GateResult:
         return GateResult(
@@ -186,24 +198,28 @@ def _end(context: int) -> int:
     return min(context, _LONGEST)
 
 
-def _replayed(session: Session, scenario: Scenario, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _replayed(session: Session, scenario: Scenario, texts: Sequence[np.ndarray], adapter: Feeds) -> list[np.ndarray]:
     rows = [texts[number][:length] for number, length in scenario.texts]
     try:
-        return replay(session, rows, scenario.steps, scenario.order)
+        return replay(session, rows, scenario.steps, scenario.order, Replay(session, len(rows), adapter=adapter))
     except AccelError as error:
         raise GateFailed(f"the decoder fails at {scenario.name}: {one_line(error)}") from error
 
 
-def whole_logits(artifact: Artifact, stack: ExitStack) -> Whole:
+def whole_logits(artifact: Artifact, stack: ExitStack, adapter: str = "") -> Whole:
     """Returns a function that computes the logits of whole texts without a cache. A PyTorch model computes them by
-    itself. Any other model starts with an empty cache."""
+    itself, and has the ``adapter`` merged. Any other model starts with an empty cache, and runs with its adapter of
+    this name."""
     if artifact.kind == "torch" and artifact.manifest is None:
         from accel.sources.torch.call import to_array, to_tensor
         from accel.sources.torch.decoder import CachedDecoder
-        from accel.sources.torch.source import module_of
+        from accel.sources.torch.source import forget, module_of
 
         module = module_of(artifact)
+        if adapter:  # the modules of several adapters need not be in memory at once
+            stack.callback(forget, artifact)
         assert isinstance(module, CachedDecoder), "the source was opened as a decoder"
         return lambda ids: to_array(module.whole(to_tensor(ids))).astype("float32")
     session = stack.enter_context(open_session(artifact, gate_runtime(artifact), PATIENT))
-    return lambda ids: Replay(session, len(ids)).step(ids)
+    feeds = adapter_feeds(artifact, adapter)
+    return lambda ids: Replay(session, len(ids), adapter=feeds).step(ids)

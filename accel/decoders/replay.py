@@ -42,14 +42,18 @@ class Replay:
     """Holds the cache, the mask and the number of tokens of a batch while texts run through a decoder.
 
     Texts of unequal lengths are padded on the left. ``cache`` is by default an empty one for ``rows`` rows.
+    ``adapter`` has the matrices of a LoRA adapter, by the names of the inputs that take them.
     """
 
-    def __init__(self, session: Session, rows: int, cache: StepCache | None = None) -> None:
+    def __init__(
+        self, session: Session, rows: int, cache: StepCache | None = None, adapter: Feeds | None = None
+    ) -> None:
         import numpy as np
 
         self._takes = {spec.name for spec in session.signature.inputs}
         self._cache = cache or _opened(session, rows)
         self._mask = np.zeros((rows, 0), np.int64)
+        self._adapter: Feeds = adapter or {}
 
     def step(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
         """Runs the next tokens ``ids`` [rows, count] and returns their logits [rows, count, vocabulary]. ``mask``
@@ -60,7 +64,8 @@ class Replay:
         self._mask = np.concatenate([self._mask, np.ones_like(ids) if mask is None else mask], axis=1)
         positions = np.maximum(self._mask.cumsum(axis=1) - 1, 0)[:, -count:]
         feeds = {IDS: ids, MASK: self._mask, POSITIONS: positions}
-        logits = self._cache.step({name: value for name, value in feeds.items() if name in self._takes})
+        taken = {name: value for name, value in feeds.items() if name in self._takes}
+        logits = self._cache.step({**taken, **self._adapter})
         return np.asarray(logits, np.float32)
 
     def prompt(self, ids: np.ndarray, mask: np.ndarray | None = None, last: int = 1) -> np.ndarray:

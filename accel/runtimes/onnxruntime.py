@@ -66,7 +66,7 @@ class OnnxRuntimeSession(BaseSession):
         self.session: Any = _open(artifact, options, self.provider)
         self.outputs = [output.name for output in self.session.get_outputs()]
         dtypes = [_dtype(value.type) for value in (*self.session.get_inputs(), *self.session.get_outputs())]
-        dtypes += [spec.dtype for spec in artifact.signature.inputs if spec.optional]
+        dtypes += [spec.dtype for spec in (*artifact.signature.inputs, *artifact.signature.optional) if spec.optional]
         # A plain ``run`` is faster than IO binding, but can't pass bfloat16 and float8.
         self._plain = not set(dtypes) & set(_BY_BITS)
         if options.cache_precision:
@@ -92,10 +92,8 @@ class OnnxRuntimeSession(BaseSession):
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         if self._in_place and self._by_row(feeds):
-            rows = [
-                {name: value[row : row + 1] for name, value in feeds.items()} for row in range(len(feeds[decoder.IDS]))
-            ]
-            return joined([self._run(row) for row in rows])
+            rows = range(len(feeds[decoder.IDS]))
+            return joined([self._run(self.signature.row_of(feeds, row)) for row in rows])
         try:
             return self._run_native(feeds)
         except _FAILURES as error:

@@ -34,14 +34,19 @@ def shapes_of(arrays: Mapping[str, np.ndarray]) -> str:
 
 @dataclass(frozen=True)
 class Signature:
-    """The named inputs and outputs of a model, in order, and the range of each dynamic dim of the inputs."""
+    """The named inputs and outputs of a model, in order, and the range of each dynamic dim of the inputs.
+
+    ``optional`` lists further inputs that a run may leave out, such as the matrices of an adapter. Their defaults are
+    empty and change nothing. Example inputs, gates and measurements leave them out, and their dims have no ranges.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...] = ()
     dims: Mapping[str, DimRange] = field(default_factory=dict)
+    optional: tuple[TensorSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [spec.name for spec in self.inputs]
+        names = [spec.name for spec in (*self.inputs, *self.optional)]
         if len(set(names)) != len(names):
             raise BadInputSpec(f"two inputs have the same name: {', '.join(names)}; give each its own name")
         known = self.dynamic_dims
@@ -246,23 +251,17 @@ class Signature:
         inputs."""
         want = {spec.name for spec in self.inputs}
         missing = want - set(feeds)
+        self._check_optional(feeds)
         if missing and (missing := missing - {spec.name for spec in self.inputs if spec.optional}):
             raise BadFeeds(f"missing input {sorted(missing)[0]!r}; the inputs are: {self.describe_inputs()}")
-        if extra := set(feeds) - want:
+        if extra := set(feeds) - want - {spec.name for spec in self.optional}:
             raise BadFeeds(f"unknown input {sorted(extra)[0]!r}; the inputs are: {self.describe_inputs()}")
         sizes: dict[str, int] = {}
         for spec in self.inputs:
             if spec.optional and spec.name not in feeds:
                 continue
             value = feeds[spec.name]
-            if not hasattr(value, "dtype"):
-                raise BadFeeds(
-                    f"input {spec.name!r} has the type {type(value).__name__}; give a numpy array of {spec.dtype}"
-                )
-            if dtype_name(value.dtype) != spec.dtype and not (spec.dtype == "string" and value.dtype.kind in "OUS"):
-                raise _wrong_type(spec, value)
-            if len(value.shape) != len(spec.shape):
-                raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}")
+            _check_kind(spec, value)
             for dim, size in zip(spec.shape, value.shape, strict=True):
                 if isinstance(dim, int) and dim != size:
                     raise BadFeeds(
@@ -286,6 +285,24 @@ class Signature:
                     f"to {stepped.beside(size)}"
                 )
         return sizes
+
+    def _check_optional(self, feeds: Feeds) -> None:
+        """Raises ``BadFeeds`` if an optional input in ``feeds`` doesn't fit its spec, or if two of them disagree about
+        the size of a dim, such as the rank of an adapter."""
+        sizes: dict[str, int] = {}
+        for spec in self.optional:
+            if spec.name not in feeds:
+                continue
+            value = feeds[spec.name]
+            _check_kind(spec, value)
+            for dim, size in zip(spec.shape, value.shape, strict=True):
+                if (dim if isinstance(dim, int) else sizes.setdefault(dim, size)) != size:
+                    raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}")
+
+    def row_of(self, feeds: Feeds, row: int) -> dict[str, np.ndarray]:
+        """Returns the feeds of one row of the batch. Optional inputs, which have no rows, stay whole."""
+        whole = {spec.name for spec in self.optional}
+        return {name: value if name in whole else value[row : row + 1] for name, value in feeds.items()}
 
     def beyond(self, feeds: Feeds) -> str:
         """Returns a phrase such as "sequence is 600, beyond its range 1..512" if a dim of ``feeds`` is larger than its
@@ -330,6 +347,7 @@ class Signature:
             "inputs": [spec_json(spec) for spec in self.inputs],
             "outputs": [spec_json(spec) for spec in self.outputs],
             "dims": {name: r.to_json() for name, r in self.dims.items()},
+            **({"optional": [spec_json(spec) for spec in self.optional]} if self.optional else {}),
         }
 
     @classmethod
@@ -350,7 +368,7 @@ class Signature:
             )
 
         dims = {name: DimRange(*r) for name, r in body["dims"].items()}
-        return cls(specs(body["inputs"]), specs(body["outputs"]), dims)
+        return cls(specs(body["inputs"]), specs(body["outputs"]), dims, specs(body.get("optional", ())))
 
 
 def _is_mask(spec: TensorSpec) -> bool:
@@ -389,6 +407,16 @@ def _wrong_type(spec: TensorSpec, value: Any) -> BadFeeds:
     return BadFeeds(
         f"input {spec.name!r} has dtype {value.dtype}, but the model takes {spec.dtype}; {cast} if that loses no number"
     )
+
+
+def _check_kind(spec: TensorSpec, value: Any) -> None:
+    """Raises ``BadFeeds`` if ``value`` is no array with the dtype and the number of dims of ``spec``."""
+    if not hasattr(value, "dtype"):
+        raise BadFeeds(f"input {spec.name!r} has the type {type(value).__name__}; give a numpy array of {spec.dtype}")
+    if dtype_name(value.dtype) != spec.dtype and not (spec.dtype == "string" and value.dtype.kind in "OUS"):
+        raise _wrong_type(spec, value)
+    if len(value.shape) != len(spec.shape):
+        raise BadFeeds(f"input {spec.name!r} has shape {list(value.shape)}, but the model takes {spec}")
 
 
 def _not_empty(spec: TensorSpec, found: tuple[_Number, _Number], sizes: Mapping[str, int]) -> tuple[_Number, _Number]:

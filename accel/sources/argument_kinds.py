@@ -19,7 +19,7 @@ _KINDS: Mapping[str, tuple[tuple[tuple[type, ...], str], str]] = {
     "inputs": (((Iterable,), "a list of declarations"), "['x:float32[batch,3]']"),
     "dims": (((Mapping,), "a dict of ranges"), "{'batch': (1, 4, 8)}"),
     "weights": (_PATH, "'weights.safetensors'"),
-    "adapters": (_PATH, "'adapter'"),
+    "adapters": (((str, PathLike, Sequence), "a path or a list of paths"), "'adapter'"),
     "out": (_PATH, "'out'"),
     "text": (_PATH, "'text.txt'"),
     "target": (_TEXTS, "'ort-cpu'"),

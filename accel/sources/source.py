@@ -47,7 +47,7 @@ class SourceOptions(TypedDict, total=False):
     inputs: Inputs | None
     weights: str | Path | None
     weights_dtype: str
-    adapters: str | Path | None
+    adapters: str | Path | Sequence[str | Path] | None
     dims: Dims | None
     graph_inputs: Sequence[str]
     graph_outputs: Sequence[str]
@@ -82,7 +82,7 @@ class Source:
     the module of a factory. accel takes the float32 master weights if a checkpoint or a run folder has them.
     ``weights_dtype`` rounds the weights of both to ``"bfloat16"`` or ``"float16"``, which are the weights that the
     training computed with. ``adapters`` is the folder of a LoRA adapter that PEFT wrote, which is merged into the
-    weights of a PyTorch model. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
+    weights of a PyTorch model. Only ``accel.export`` with ``adapters_as="inputs"`` takes several folders. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
 
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
     the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
@@ -98,7 +98,7 @@ class Source:
     inputs: Inputs | None = None
     weights: str | Path | None = None
     weights_dtype: str = ""
-    adapters: str | Path | None = None
+    adapters: str | Path | Sequence[str | Path] | None = None
     dims: Dims | None = None
     graph_inputs: Sequence[str] = ()
     graph_outputs: Sequence[str] = ()
@@ -245,7 +245,7 @@ class Source:
                     inputs=self.inputs,
                     weights=weights,
                     weights_dtype=self.weights_dtype,
-                    adapters=Path(self.adapters) if self.adapters else None,
+                    adapters=self._merged_adapter(),
                     dims=dims,
                     like=like,
                     decoder=bool(self.decoder),
@@ -255,6 +255,23 @@ class Source:
                 self._refuse((*_WEIGHTS, "adapters"), "is a model of TensorFlow, which has its own weights")
                 return self._open_tensorflow()
         return self._open_file()
+
+    @property
+    def adapter_folders(self) -> tuple[Path, ...]:
+        """Returns the folders of the adapters."""
+        given = self.adapters or ()
+        return (Path(given),) if isinstance(given, str | PathLike) else tuple(map(Path, given))
+
+    def _merged_adapter(self) -> Path | None:
+        """Returns the folder of the adapter to merge. Raises ``UsageError`` if there are several, because the sum of
+        several adapters is no model that anyone trained."""
+        folders = self.adapter_folders
+        if len(folders) > 1:
+            raise UsageError(
+                f"{len(folders)} adapters can't be merged into one model; give one with {option('adapters')}, or keep "
+                f"them as inputs of a decoder with accel export and {option('adapters_as', 'inputs')}"
+            )
+        return folders[0] if folders else None
 
     def _open_tensorflow(self) -> Artifact:
         from .tensorflow.source import open_tensorflow

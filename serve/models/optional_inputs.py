@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from accel.artifact import Artifact
 from accel.errors import BadRepository
-from accel.sources.onnx.file import inputs_with_defaults, read_proto
+from accel.sources.onnx.file import read_proto
+from accel.sources.onnx.value_spec import inputs_with_defaults
 
 from .config import ModelConfig
 

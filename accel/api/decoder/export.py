@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from accel.artifact import Artifact
@@ -21,6 +22,7 @@ from accel.tables.kinds import KINDS
 from accel.tables.limits import EXPORT_LIMITS
 
 from ..export import to_onnx, to_onnx_config, usual_limit
+from .adapters import with_adapter_inputs
 
 
 def is_decoder(source: Source, out: Path | None) -> bool:
@@ -65,16 +67,27 @@ def _check_own_cache(src: Artifact, gate: DecoderGate) -> None:
 
 
 def export_decoder(
-    src: Artifact, source: Source, *, opset: int, simplify: bool, limit: float | None, cache: StageCache, folder: Path
+    src: Artifact,
+    source: Source,
+    *,
+    opset: int,
+    simplify: bool,
+    limit: float | None,
+    cache: StageCache,
+    folder: Path,
+    adapters: Sequence[Path] = (),
 ) -> Artifact:
-    """Exports the opened decoder ``src`` to ``folder``, with the configs and the tokenizer of ``source``.
+    """Exports the opened decoder ``src`` to ``folder``, with the configs and the tokenizer of ``source``. The matrices
+    of ``adapters``, which are folders of PEFT, become inputs.
 
     Raises the errors of ``accel.export``, and ``CannotWrite`` if a file that accel did not make would be overwritten.
     """
     main = KINDS["onnx"].main_file
     check_out(folder, source.text)
     check_folder(folder, main)
-    made = _onnx(src, opset, simplify, limit, cache, folder / main)
+    made = _onnx(src, opset, simplify, limit, cache, None if adapters else folder / main)
+    if adapters:
+        made = with_adapter_inputs(src, made, adapters, limit or usual_limit(src), cache, folder / main)
     write_folder(made, source.folder)
     return made
 

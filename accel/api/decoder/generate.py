@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from accel.decoders.adapters import adapter_feeds
 from accel.decoders.decoder import Decoder
 from accel.decoders.encoder_decoder import TextPair
 from accel.decoders.generation import Generation, Row, Token, begin
@@ -125,6 +126,7 @@ def generate(
     chat: bool = False,
     truncate: bool = False,
     draft: Model | None = None,
+    adapter: str | None = None,
     json_schema: str | Path | Mapping[str, Any] | None = None,
     grammar: str | Path | None = None,
     runtime: str | None = None,
@@ -144,13 +146,17 @@ def generate(
     smaller decoder with the same tokenizer, or ``"ngram"`` for what followed the last tokens before in the same text.
     The answers stay the same. ``drafted`` has the accepted share and the gain.
 
+    ``adapter`` is the name of a LoRA adapter that the decoder takes as inputs (see ``adapters_as`` of ``accel.export``).
+    Without it, the base model answers.
+
     Every answer follows ``json_schema``, a file or a dict, or ``grammar``, a file (as a ``Path``) or a text in
     llguidance's Lark format. An answer of ``max_new_tokens`` tokens may be incomplete, and finishes with ``length``.
 
     The answers are generated while you iterate over them, or when you read ``ids`` or ``texts``.
 
     Raises ``UsageError`` for a prompt that the model can't take, ``BadSource`` if the model is no decoder or lacks a
-    tokenizer that the prompts need, and ``RunFailed`` if the logits aren't finite.
+    tokenizer that the prompts need, ``UnknownName`` if it has no such ``adapter``, and ``RunFailed`` if the logits aren't
+    finite.
 
     >>> for token in accel.generate("dec/", "def ", max_new_tokens=64):    # doctest: +SKIP
     ...     print(token.text, end="")
@@ -171,7 +177,7 @@ def generate(
     given = _listed(prompts)
     source = Source.of(model, **about)
     with ExitStack() as stack:
-        decoder = _opened(source, stack, runtime, options)
+        decoder = _opened(source, stack, runtime, options, adapter or "")
         sampling = replace(sampling, grammar=open_grammar(decoder, json_schema, grammar))
         needed = chat or any(isinstance(prompt, str) for prompt in given)
         tokenizer = _tokenizer(decoder, needed)
@@ -193,11 +199,14 @@ def generate(
         return Answers(generation, tokenizer, stack.pop_all())
 
 
-def _opened(source: Source, stack: ExitStack, runtime: str | None, options: Mapping[str, Any] | None) -> Decoder:
-    """Opens the decoder, or both parts of an encoder-decoder."""
+def _opened(
+    source: Source, stack: ExitStack, runtime: str | None, options: Mapping[str, Any] | None, adapter: str = ""
+) -> Decoder:
+    """Opens the decoder with its ``adapter``, or both parts of an encoder-decoder."""
     artifact, encoder = open_parts(source)
+    adapter_feeds(artifact, adapter)  # an unknown name is refused before the weights are read
     if encoder is None:
-        return Decoder(artifact, stack.enter_context(open_session(artifact, runtime, options)))
+        return Decoder(artifact, stack.enter_context(open_session(artifact, runtime, options)), adapter=adapter)
     first, second = (stack.enter_context(open_session(part, runtime, options)) for part in (encoder, artifact))
     return TextPair(artifact, second, first)
 

@@ -88,7 +88,7 @@ class InPlaceCache(KvCache):
         whole, self._binding = self._buffers, None
         for row in range(rows):
             self._buffers = {name: buffer[row : row + 1] for name, buffer in whole.items()}
-            yield self._run({name: value[row : row + 1] for name, value in feeds.items()})
+            yield self._run(self._own.signature.row_of(feeds, row))
             self._binding = None
         self._buffers = whole
 

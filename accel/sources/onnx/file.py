@@ -20,6 +20,7 @@ from ..nearby import or_nearby
 from .light import read_light
 from .output_shapes import inputs_without_shape, misfit, with_input_shapes, with_output_shapes, without_shape
 from .refusal import plain_reason, refused_by_checker
+from .value_spec import inputs_with_defaults, optional_inputs, spec_of
 
 if TYPE_CHECKING:
     import onnx
@@ -161,8 +162,8 @@ def _packed_products(model: onnx.ModelProto) -> dict[str, int]:
 def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
     """Returns the signature and the properties of a model in memory (see ``describe``)."""
     initializers = {t.name for t in model.graph.initializer}
-    inputs = tuple(_spec(v, is_input=True) for v in model.graph.input if v.name not in initializers)
-    outputs = tuple(_spec(v) for v in model.graph.output)
+    inputs = tuple(spec_of(v, is_input=True) for v in model.graph.input if v.name not in initializers)
+    outputs = tuple(spec_of(v) for v in model.graph.output)
     bounds = _index_bounds(model)
     inputs = tuple(replace(spec, values=_held(spec, bounds.get(spec.name))) for spec in inputs)
     properties = {
@@ -177,55 +178,7 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
         properties[PACKED_WEIGHTS] = True
     if model.functions:
         properties[OWN_FUNCTIONS] = True
-    return Signature(inputs, outputs), properties
-
-
-def inputs_with_defaults(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
-    """Returns the inputs whose default is an initializer. ``describe`` leaves out inputs with a default. Returns an
-    empty tuple for a model with an IR version below 4, because such a model also lists its constant initializers as
-    inputs.
-    """
-    if model.ir_version < 4:
-        return ()
-    initializers = {t.name for t in model.graph.initializer}
-    return tuple(replace(_spec(v), optional=True) for v in model.graph.input if v.name in initializers)
-
-
-def _spec(value: onnx.ValueInfoProto, *, is_input: bool = False) -> TensorSpec:
-    import onnx
-
-    kind = value.type.tensor_type
-    if is_input and value.type.HasField("tensor_type") and not kind.HasField("shape"):
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-        raise BadInputSpec(
-            f"the input {value.name!r} has no declared shape; declare its shape with {option('inputs')}, e.g. "
-            f"{option('inputs', [f'{value.name}:{dtype}[batch,3]'])} for rows of 3 numbers"
-        )
-    if value.type.HasField("tensor_type") and not kind.HasField("shape"):
-        raise InvalidModel(
-            f"tensor {value.name!r} has no declared shape, and none follows from the graph; export the model again "
-            "with the shapes of its inputs and outputs"
-        )
-    if not value.type.HasField("tensor_type"):
-        raise InvalidModel(
-            f"the value {value.name!r} is a {value.type.WhichOneof('value')}, but inputs and outputs have "
-            "to be tensors; export the model with tensors"
-        )
-    try:
-        name = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
-    except ValueError:
-        raise InvalidModel(
-            f"tensor {value.name!r} has the unknown dtype {kind.elem_type}; export the model again"
-        ) from None
-    dtype = {"float": "float32", "double": "float64"}.get(name, name.replace("float8e", "float8_e"))
-    shape: list[Dim] = []
-    for axis, dim in enumerate(kind.shape.dim):
-        if dim.HasField("dim_value") and dim.dim_value >= 0:
-            shape.append(int(dim.dim_value))
-        else:
-            # Some exporters write "?" for every unknown dim, so two "?" may be different dims.
-            shape.append(dim.dim_param if dim.dim_param not in ("", "?") else f"{value.name}_{axis}")
-    return TensorSpec(value.name, dtype, tuple(shape))
+    return Signature(inputs, outputs, optional=optional_inputs(model)), properties
 
 
 def _index_bounds(model: onnx.ModelProto) -> dict[str, tuple[int, int]]:

@@ -204,6 +204,20 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
     return _opened[sha256]
 
 
+def adapted(artifact: Artifact, folder: Path) -> Artifact:
+    """Returns the opened PyTorch model with the adapter in ``folder`` merged. The adapter changes no input."""
+    from .pretrained.adapter_folder import read_adapter
+
+    files = [file_sha256(file) for file in read_adapter(folder).files]
+    sha256 = text_sha256("\n".join([artifact.source["sha256"], *files]))
+    return replace(artifact, source={**artifact.source, "adapters": {"path": str(folder)}, "sha256": sha256})
+
+
+def forget(artifact: Artifact) -> None:
+    """Frees the module of ``artifact``, which is built again if it is needed."""
+    _opened.pop(artifact.source["sha256"], None)
+
+
 def _arguments(found: Found, specs: Sequence[TensorSpec]) -> dict[str, Template]:
     """Maps each parameter of ``forward`` to the structure of its argument (see ``accel.sources.structure``)."""
     if found.arguments:

@@ -38,11 +38,11 @@ def with_adapter(found: Found, folder: Path) -> tuple[Found, dict[str, Any]]:
     if isinstance(found.module, torch.jit.ScriptModule):
         raise UnsupportedHere(f"{found.path} has no layers to merge an adapter into; give the folder of the base model")
     module = uncalled(found.module)
-    _check_ties(module, adapter)
+    check_ties(module, adapter)
     with torch.no_grad():
         for name, tensor in adapter.replaced.items():
             _replace(module, adapter, name, tensor)
-        errors = [_merge(_layer(module, adapter, name), name, pair, folder) for name, pair in adapter.pairs.items()]
+        errors = [_merge(layer_of(module, adapter, name), name, pair, folder) for name, pair in adapter.pairs.items()]
     facts = {
         "path": str(folder), "modules": len(adapter.pairs), "replaced": len(adapter.replaced),
         "rel_l2": max(errors, default=0.0),
@@ -50,7 +50,7 @@ def with_adapter(found: Found, folder: Path) -> tuple[Found, dict[str, Any]]:
     return replace(found, files=(*found.files, *adapter.files)), facts
 
 
-def _check_ties(module: torch.nn.Module, adapter: Adapter) -> None:
+def check_ties(module: torch.nn.Module, adapter: Adapter) -> None:
     """Raises ``UnsupportedHere`` if an adapter was trained with tied layers that PEFT saves only once."""
     if adapter.keeps_ties and len(dict(module.named_parameters())) < len(
         dict(module.named_parameters(remove_duplicate=False))
@@ -61,25 +61,27 @@ def _check_ties(module: torch.nn.Module, adapter: Adapter) -> None:
         )
 
 
-def _layer(module: torch.nn.Module, adapter: Adapter, name: str) -> torch.nn.Module:
+def layer_of(module: torch.nn.Module, adapter: Adapter, name: str) -> torch.nn.Module:
+    """Returns the layer ``name``. Raises ``BadSource`` if the model has no such layer."""
     try:
         return module.get_submodule(name)
     except AttributeError:
-        raise _other_base(adapter, f"adapts the layer {name}, which the model doesn't have") from None
+        raise other_base(adapter, f"adapts the layer {name}, which the model doesn't have") from None
 
 
-def _other_base(adapter: Adapter, why: str) -> BadSource:
+def other_base(adapter: Adapter, why: str) -> BadSource:
+    """Returns the error for an adapter of another base model."""
     return BadSource(f"the adapter {adapter.folder} {why}; give the base model that the adapter was trained on")
 
 
 def _replace(module: torch.nn.Module, adapter: Adapter, name: str, tensor: LazyTensor) -> None:
     place, _, own = name.rpartition(".")
-    layer = _layer(module, adapter, place) if place else module
+    layer = layer_of(module, adapter, place) if place else module
     before = getattr(layer, own, None)
     if not isinstance(before, torch.Tensor):
-        raise _other_base(adapter, f"has the weights {name}, which the model doesn't have")
+        raise other_base(adapter, f"has the weights {name}, which the model doesn't have")
     if tuple(before.shape) != tensor.shape:
-        raise _other_base(adapter, f"has {name} with the shape {list(tensor.shape)}, not {list(before.shape)}")
+        raise other_base(adapter, f"has {name} with the shape {list(tensor.shape)}, not {list(before.shape)}")
     _set(layer, own, tensor.read())
 
 
@@ -137,10 +139,10 @@ def _mergeable(layer: torch.nn.Module) -> bool:
         return False
     if type(layer) in _CONVOLUTIONS:
         return bool(layer.groups == 1 and layer.padding_mode == "zeros")
-    return isinstance(layer, torch.nn.Linear | torch.nn.Embedding) or _is_conv1d(layer)
+    return isinstance(layer, torch.nn.Linear | torch.nn.Embedding) or is_conv1d(layer)
 
 
-def _is_conv1d(layer: torch.nn.Module) -> bool:
+def is_conv1d(layer: torch.nn.Module) -> bool:
     """Tells whether the layer is the Conv1D of transformers, a linear layer whose weights are [inputs, outputs]."""
     return any(
         kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D" for kind in type(layer).__mro__
@@ -150,7 +152,7 @@ def _is_conv1d(layer: torch.nn.Module) -> bool:
 def _turned(layer: torch.nn.Module) -> bool:
     """Tells whether the layer's weights are [inputs, outputs]. The layer alone decides, as in PEFT, not the field
     fan_in_fan_out of the config."""
-    return _is_conv1d(layer) or isinstance(layer, torch.nn.Embedding)
+    return is_conv1d(layer) or isinstance(layer, torch.nn.Embedding)
 
 
 def _sample(layer: Any) -> torch.Tensor:
@@ -166,7 +168,7 @@ def _sample(layer: Any) -> torch.Tensor:
             *(3 * size * step for size, step in zip(layer.kernel_size, layer.dilation, strict=True)),
         ]
         return torch.randn(sizes, generator=source).to(weight.dtype)
-    inputs = weight.shape[0] if _is_conv1d(layer) else weight.shape[1]
+    inputs = weight.shape[0] if is_conv1d(layer) else weight.shape[1]
     return torch.randn(_ROWS, inputs, generator=source).to(weight.dtype)
 
 
