@@ -43,8 +43,8 @@ from accel.errors import (
     UnsupportedHere,
     no_space,
 )
-from accel.machine import trim_memory
 from accel.folders.writing import make_folder
+from accel.machine import trim_memory
 from accel.progress import report
 from accel.spelling import option
 from accel.tables.kinds import KINDS
@@ -209,8 +209,9 @@ def run_stage(
         )
     if src.adapters and stage.gives != src.kind:
         raise UnsupportedHere(
-            f"{src.path} takes its adapters ({', '.join(src.adapters)}) as inputs that may be left out, which a model of "
-            f"the kind {stage.gives} can't; start from the base model, or from an export that merges one adapter"
+            f"{src.path} takes its adapters ({', '.join(src.adapters)}) as inputs that a run may leave out, and a "
+            f"model of the kind {stage.gives} has no such inputs; start from the base model, or from an export that "
+            "merges one adapter"
         )
     cache = cache or StageCache()
     options = config_json(config)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, finite_json
-from accel.decoders.adapters import adapter_feeds, with_adapters
-from accel.decoders.decoder import special_tokens
-from accel.decoders.proof import DecoderGate, whole_logits
-from accel.decoders.replay import Replay
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report, shows_progress
 from accel.proof.compare import (
@@ -30,7 +25,7 @@ from accel.proof.compare import (
 )
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, Bound, DimRange, Feeds, Signature, TensorSpec
-from accel.signature.decoder import IDS, LOGITS, Cache, is_decoder, is_stateful, step_sizes
+from accel.signature.decoder import LOGITS, is_decoder
 from accel.sources.notes import integers_note
 from accel.sources.source import Model, Source, SourceOptions, declared_dims, known_keywords, shared, with_declared
 from accel.spelling import option
@@ -39,6 +34,7 @@ from accel.tables.precision import PRECISIONS
 from accel.timing.columns import as_text
 
 from .decoder.pair import checked_pair
+from .decoder.verify import decoder_results, is_other_form, whole_texts
 from .samples import Data, path_of, takes_samples
 
 if TYPE_CHECKING:
@@ -164,12 +160,7 @@ def verify(
             raise UnsupportedHere(
                 f"{artifact.path} can't run on this machine; verify it on a machine with an NVIDIA GPU"
             )
-    names = [{spec.name for spec in a.signature.inputs} for a in (first, second)]
-    # A decoder of another form takes other inputs, but has the same logits.
-    other_form = is_decoder(second.signature) and (names[0] != names[1] or is_stateful(second.signature))
-    # A reference with one merged adapter is compared with the candidate that runs with this adapter.
-    alone = _merged_adapter(first) if second.adapters else ""
-    other_form = other_form or bool(alone)
+    other_form = is_other_form(first, second)
     if other_form and data is not None:
         raise UsageError(
             f"{second.path} is a decoder with other inputs and takes texts of its own; leave out {option('data')}"
@@ -181,7 +172,7 @@ def verify(
     problems: list[str] = []
     errors: dict[str, list[np.ndarray]] = {}
     unequal: set[str] = set()
-    for case, wanted, got in _whole_texts(first, second, alone) if other_form else ():
+    for case, wanted, got in whole_texts(first, second) if other_form else ():
         found.append(compare(wanted, got))
         cases.append(case)
         errors.setdefault(LOGITS, []).append(sample_errors(wanted[LOGITS], got[LOGITS]))
@@ -211,17 +202,10 @@ def verify(
         if samples_path is None
         else rounding_note(samples_path, first.signature)
     )
-    if data is None and is_decoder(second.signature):
-        gate = DecoderGate(limit=limit, context=_context(first, second), adapter=alone)
-        gates = [gate]
-        gates += [
-            replace(gate, adapter=name, reference=merged)
-            for name, merged in (() if alone else with_adapters(first, second))
-        ]
-        for result in (found for one in gates for found in one.check(first, second)):
-            cases.append(result.case)
-            if not result.passed:
-                problems.append(f"output {result.output!r} at {result.case}: {result.finding}")
+    for result in decoder_results(first, second, limit) if data is None else ():
+        cases.append(result.case)
+        if not result.passed:
+            problems.append(f"output {result.output!r} at {result.case}: {result.finding}")
     outputs = worst(found)
     middle = {name: float(np.median(np.concatenate(each))) for name, each in errors.items()}
     advice = _advice_on_weights(first, second) or (_advice_on_random_inputs(second) if data is None else "")
@@ -284,46 +268,6 @@ def _checked_pair(reference: Model, candidate: Model, about: SourceOptions, aske
         cases=tuple(one.case for one in results),
         problems=tuple(bad),
     )
-
-
-def _context(first: Artifact, second: Artifact) -> int:
-    """Returns the largest number of tokens of two decoders, as recorded, or else as many as their ranges allow."""
-    for artifact in (first, second):
-        if context := special_tokens(artifact).context:
-            return context
-    cached = next(one for one in (second.signature, first.signature) if Cache.of(one) is not None)
-    return sum(cached.dims[dim].max for dim in step_sizes(cached, 1, 1))
-
-
-def _merged_adapter(artifact: Artifact) -> str:
-    """Returns the name of the adapter that is merged into ``artifact``, or "" if there is none."""
-    found = artifact.source.get("adapters")
-    return Path(found["path"]).absolute().name if found else ""
-
-
-def _whole_texts(
-    first: Artifact, second: Artifact, adapter: str
-) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """Yields the logits of whole texts for two decoders with different inputs. The second runs with its ``adapter``."""
-    import numpy as np
-
-    from accel.proof.gates import PATIENT, case_name, gate_runtime
-
-    low, high = first.signature.input(IDS).range_at({}) or (0, 1)
-    drawn = np.random.default_rng(0)
-    context = _context(first, second)
-    feeds = adapter_feeds(second, adapter)
-
-    with ExitStack() as stack:
-        whole = whole_logits(first, stack)
-        session = stack.enter_context(open_session(second, gate_runtime(second), PATIENT))
-        for rows, length in ((1, 8), (2, 16), (8, 4)):
-            ids = drawn.integers(low, high, (rows, min(length, context)), endpoint=True)
-            yield (
-                case_name({"batch": rows, "sequence": ids.shape[1]}),
-                {LOGITS: whole(ids)},
-                {LOGITS: Replay(session, len(ids), adapter=feeds).step(ids)},
-            )
 
 
 def _advice_on_weights(first: Artifact, second: Artifact) -> str:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     default="merged",
     show_default=True,
     metavar="merged|inputs",
-    help="Merge the adapter, or keep the matrices of one or more --adapters as inputs of a decoder that a run may leave "
-    "out.",
+    help="Merge the adapter, or keep the matrices of one or more --adapters as inputs of a decoder, chosen for each "
+    "request.",
 )
 @click.option(
     "--channels",

@@ -91,8 +91,8 @@ class DecoderGate:
     The reference runs each text alone, without padding, in one pass and without a cache. Therefore the gate also finds
     errors that a comparison of two cached runs can't find. ``context`` is the largest number of tokens of the model.
     ``reference`` is the model to compare with, by default the stage's input. With ``adapter``, the decoder runs with
-    its adapter of this name. The reference is then a PyTorch model with the adapter merged, or a decoder with an adapter
-    of the same name.
+    its adapter of this name. The reference is then a PyTorch model with the adapter merged, or a decoder with an
+    adapter of the same name.
     """
 
     name: str = "decoder"

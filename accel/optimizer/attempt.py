@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,8 @@ def gates_of(stage: str, src: Artifact, limit: float, data: Path | None) -> list
     """Returns the gates of a stage. A stage that changes the cache of a decoder is proved step by step, as a generation
     runs."""
     if stage in _PROVED_IN_STEPS:
-        return [DecoderGate(limit=limit, context=special_tokens(src).context or _USUAL_CONTEXT)]
+        gate = DecoderGate(limit=limit, context=special_tokens(src).context or _USUAL_CONTEXT)
+        return [gate, *(replace(gate, adapter=name) for name in src.adapters)]
     samples = _SAMPLES_IF_LARGE if megabytes(src) >= LARGE_MEGABYTES else OutputGate(limit=limit).samples
     return [OutputGate(limit=limit, data=data, samples=samples)]
 

@@ -76,13 +76,14 @@ class Source:
     {"ids": {1: "length"}}}``. By default the first axis is dynamic if the model runs with another batch size.
 
     ``inputs`` declares the inputs of a model that doesn't describe them itself, in a notation such as
-    ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32", ("batch", 3, 32, 32)))``. A named dim is dynamic. A
-    range, as in ``x:float32[batch]{0..1}``, limits the random inputs. For an ONNX file, ``inputs`` gives the range of
-    an input, or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint for
-    the module of a factory. accel takes the float32 master weights if a checkpoint or a run folder has them.
+    ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32", ("batch", 3, 32, 32)))``. A named dim is dynamic. A range,
+    as in ``x:float32[batch]{0..1}``, limits the random inputs. For an ONNX file, ``inputs`` gives the range of an
+    input, or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint for the
+    module of a factory. accel takes the float32 master weights if a checkpoint or a run folder has them.
     ``weights_dtype`` rounds the weights of both to ``"bfloat16"`` or ``"float16"``, which are the weights that the
     training computed with. ``adapters`` is the folder of a LoRA adapter that PEFT wrote, which is merged into the
-    weights of a PyTorch model. Only ``accel.export`` with ``adapters_as="inputs"`` takes several folders. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
+    weights of a PyTorch model. Only ``accel.export`` with ``adapters_as="inputs"`` takes several folders. ``dims`` are
+    the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
 
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
     the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow

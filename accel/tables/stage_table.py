@@ -15,10 +15,10 @@ class Stage:
     ``takes`` lists the kinds of artifacts that the stage accepts, and ``gives`` is the kind that the stage makes.
     ``packages`` lists distributions whose versions are part of the cache key. ``may_change`` lists the parts of a model
     that the stage may change. The parts are called ``dtypes``, ``opset``, ``ir``, ``shapes``, ``optional`` (the inputs
-    that a run may leave out) and ``interface``. The part ``interface`` is all inputs and outputs. If a stage may change ``interface``, the inputs and outputs are
-    checked only by the stage's own gate. ``version`` is increased when a code change changes the stage's result.
-    ``proves`` is True if the stage's function checks its own files. If ``proves`` is True, the function takes the
-    ``Proof`` of the run as a fourth argument.
+    that a run may leave out) and ``interface``. The part ``interface`` is all inputs and outputs. If a stage may change
+    ``interface``, the inputs and outputs are checked only by the stage's own gate. ``version`` is increased when a code
+    change changes the stage's result. ``proves`` is True if the stage's function checks its own files. If ``proves`` is
+    True, the function takes the ``Proof`` of the run as a fourth argument.
     """
 
     name: str

@@ -89,8 +89,8 @@ def _write(adapter: Adapter, folder: Path) -> str:
 
     name = f"{_FOLDER}/{adapter.folder.absolute().name}{ADAPTER_SUFFIX}"
     (folder / _FOLDER).mkdir(exist_ok=True)
-    named = {_name(layer, part): value for layer, pair in matrices(adapter).items() for part, value in zip("AB", pair)}
-    write_lora(folder / name, named)
+    found = matrices(adapter).items()
+    write_lora(folder / name, {_name(layer, part): pair[at] for layer, pair in found for at, part in enumerate("AB")})
     return name
 
 
@@ -133,11 +133,13 @@ def _products(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, onnx.Ten
 def _add_inputs(graph: onnx.GraphProto, layer: str, sizes: tuple[int, ...], rank: str) -> None:
     """Adds the inputs of a layer, with defaults of rank 0."""
     inputs, outputs = sizes
-    for part, shape in (("A", [inputs, rank]), ("B", [rank, outputs])):
+    shapes: dict[str, tuple[list[int | str], tuple[int, int]]] = {
+        "A": ([inputs, rank], (inputs, 0)), "B": ([rank, outputs], (0, outputs)),
+    }  # fmt: skip
+    for part, (shape, empty) in shapes.items():
         name = _name(layer, part)
-        empty = np.zeros([0 if size == rank else size for size in shape], np.float32)
         graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
-        graph.initializer.append(numpy_helper.from_array(empty, name))
+        graph.initializer.append(numpy_helper.from_array(np.zeros(empty, np.float32), name))
 
 
 def _branch(node: onnx.NodeProto, layer: str, index: int) -> list[onnx.NodeProto]:

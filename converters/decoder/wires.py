@@ -10,6 +10,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from accel.sources.onnx.value_spec import optional_inputs
+
 from ..graph.subgraphs import reads
 
 MICROSOFT = "com.microsoft"
@@ -22,7 +24,8 @@ class Wires:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model = model
         self.nodes = list(model.graph.node)  # keeps the nodes alive, so that their ids stay unique
-        self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        given = {spec.name for spec in optional_inputs(model)}  # the default of an input is no constant
+        self.constants = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name not in given}
         self.makers = {name: node for node in self.nodes for name in node.output if name}
         self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.nodes:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from accel.sources.onnx.value_spec import optional_inputs
+
 if TYPE_CHECKING:
     import onnx
 
@@ -18,6 +20,7 @@ _FLOAT = 1  # TensorProto.FLOAT
 def layers_to_quantize(model: onnx.ModelProto, excluded: Collection[str], ops: tuple[str, ...]) -> list[onnx.NodeProto]:
     """Returns the products among ``ops`` that have constant float32 weights and are not ``excluded`` by name."""
     weights = {tensor.name for tensor in model.graph.initializer if tensor.data_type == _FLOAT}
+    weights -= {spec.name for spec in optional_inputs(model)}  # the default of an input is no constant
     return [
         node
         for node in model.graph.node
@@ -79,10 +82,11 @@ def turn_matrices(model: onnx.ModelProto) -> None:
 
 def product_weights(model: onnx.ModelProto) -> list[tuple[str, int]]:
     """Returns the name of each MatMul and Gemm with a constant float32 matrix, and the number of its weights."""
+    given = {spec.name for spec in optional_inputs(model)}  # the default of an input is no constant
     weights = {t.name: t for t in model.graph.initializer if t.data_type == _FLOAT and len(t.dims) == 2}
     found = []
     for node in model.graph.node:
         turned = any(a.name == "transA" and a.i for a in node.attribute)
-        if node.op_type in ("MatMul", "Gemm") and not turned and node.input[1] in weights:
+        if node.op_type in ("MatMul", "Gemm") and not turned and node.input[1] in weights.keys() - given:
             found.append((node.name, math.prod(weights[node.input[1]].dims)))
     return found

@@ -277,8 +277,11 @@ def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
 
 
 def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
-    """Names every node, and turns Constant nodes into initializers. Returns the names of the nodes that stay float."""
+    """Names every node, and turns Constant nodes into initializers. Returns the names of the nodes that stay float:
+    those that ``keep`` lists, and those that read an input with a default, such as the products of an adapter."""
     from onnx import AttributeProto
+
+    from accel.sources.onnx.value_spec import optional_inputs
 
     from ..graph.names import nodes_matching
 
@@ -298,6 +301,8 @@ def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
             taken.add(node.name)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+    given = {spec.name for spec in optional_inputs(model)}
+    kept += [node.name for node in nodes if given & set(node.input)]
     for pattern in config.keep:
         kept += [nodes[index].name for index in nodes_matching(nodes, pattern)]
     return tuple(dict.fromkeys(kept))

@@ -146,8 +146,8 @@ def generate(
     smaller decoder with the same tokenizer, or ``"ngram"`` for what followed the last tokens before in the same text.
     The answers stay the same. ``drafted`` has the accepted share and the gain.
 
-    ``adapter`` is the name of a LoRA adapter that the decoder takes as inputs (see ``adapters_as`` of ``accel.export``).
-    Without it, the base model answers.
+    ``adapter`` is the name of a LoRA adapter that the decoder takes as inputs (see ``adapters_as`` of
+    ``accel.export``). Without it, the base model answers.
 
     Every answer follows ``json_schema``, a file or a dict, or ``grammar``, a file (as a ``Path``) or a text in
     llguidance's Lark format. An answer of ``max_new_tokens`` tokens may be incomplete, and finishes with ``length``.
@@ -155,8 +155,8 @@ def generate(
     The answers are generated while you iterate over them, or when you read ``ids`` or ``texts``.
 
     Raises ``UsageError`` for a prompt that the model can't take, ``BadSource`` if the model is no decoder or lacks a
-    tokenizer that the prompts need, ``UnknownName`` if it has no such ``adapter``, and ``RunFailed`` if the logits aren't
-    finite.
+    tokenizer that the prompts need, ``UnknownName`` if it has no such ``adapter``, and ``RunFailed`` if the logits
+    aren't finite.
 
     >>> for token in accel.generate("dec/", "def ", max_new_tokens=64):    # doctest: +SKIP
     ...     print(token.text, end="")

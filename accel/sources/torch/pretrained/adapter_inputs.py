@@ -78,7 +78,7 @@ def _weights(module: torch.nn.Module, adapter: Adapter, name: str) -> torch.Tens
 
 def _turned(layer: torch.nn.Module) -> torch.Tensor:
     """Returns the weights of a linear layer as [inputs, outputs]."""
-    weights: torch.Tensor = layer.weight.detach()  # type: ignore[assignment, operator]
+    weights: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
     return weights if is_conv1d(layer) else weights.T
 
 
