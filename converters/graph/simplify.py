@@ -14,6 +14,7 @@ from accel.errors import AccelError, StageFailed, one_line
 from accel.progress import report
 from accel.signature import Signature
 from accel.sources.onnx.file import describe_model, read_proto
+from accel.sources.onnx.value_spec import optional_inputs
 from accel.sources.onnx.weights import attach, detached_bytes, is_detached, read_detached
 from accel.stage import StageConfig
 
@@ -89,12 +90,13 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
 def _stays_apart(model: onnx.ModelProto) -> Callable[[onnx.TensorProto], bool]:
     """Returns a function that tells which weights onnxsim doesn't get.
 
-    onnxsim can't fold a weight that it doesn't get. A model over 2 GB doesn't fit into a protobuf message, so onnxsim
-    gets none of its large weights.
+    onnxsim can't fold a weight that it doesn't get, and would fold the defaults of optional inputs. A model over 2 GB
+    doesn't fit into a protobuf message, so onnxsim gets none of its large weights.
     """
+    optional = {spec.name for spec in optional_inputs(model)}
     if detached_bytes(model) > onnx_write.SINGLE_FILE_BYTES:
-        return is_detached
-    names = unfoldable(model)
+        return lambda tensor: is_detached(tensor) or tensor.name in optional
+    names = {*unfoldable(model), *optional}
     return lambda tensor: tensor.name in names
 
 
@@ -139,7 +141,7 @@ def _drift(before: onnx.ModelProto, was: Signature, size: int, after: onnx.Model
         same = (old.name, old.dtype, len(old.shape)) == (new.name, new.dtype, len(new.shape))
         if not same or any(isinstance(a, str) != isinstance(b, str) for a, b in zip(old.shape, new.shape, strict=True)):
             return f"onnxsim changed {old} to {new}"
-    if (len(was.inputs), len(was.outputs)) != (len(now.inputs), len(now.outputs)):
+    if (len(was.inputs), len(was.outputs)) != (len(now.inputs), len(now.outputs)) or was.optional != now.optional:
         return "onnxsim changed the number of inputs or outputs"
     versions = {entry.domain: entry.version for entry in before.opset_import}
     for entry in after.opset_import:

@@ -195,16 +195,21 @@ def as_inputs(
 
 
 def as_weights(model: onnx.ModelProto, apart: list[onnx.TensorProto]) -> None:
-    """Turns the inputs from ``as_inputs`` back into weights, and leaves out unused weights."""
+    """Turns the inputs from ``as_inputs`` back into weights, and leaves out unused weights. A weight that was the
+    default of an input of a dynamic size before stays one."""
     from .subgraphs import captured
 
     used = {name for node in model.graph.node for name in (*node.input, *captured(node))}
     used |= {value.name for value in model.graph.output}
     names = {tensor.name for tensor in apart}
-    inputs = [value for value in model.graph.input if value.name not in names]
+    inputs = [value for value in model.graph.input if value.name not in names or _is_dynamic(value)]
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     model.graph.initializer.extend(tensor for tensor in apart if tensor.name in used)
+
+
+def _is_dynamic(value: onnx.ValueInfoProto) -> bool:
+    return any(dim.dim_param for dim in value.type.tensor_type.shape.dim)
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
@@ -13,6 +14,9 @@ from accel.errors import UnknownName, UsageError
 from accel.sources.source import Source
 from accel.spelling import option
 from accel.stage import run_stage
+
+if TYPE_CHECKING:
+    from accel.converters.decoder.adapter_inputs import AdapterInputsConfig
 
 MERGED, INPUTS = "merged", "inputs"
 
@@ -50,24 +54,31 @@ def check_form(source: Source, to: str, *, as_decoder: bool) -> None:
     )
 
 
-def with_adapter_inputs(
-    src: Artifact, base: Artifact, folders: Sequence[Path], limit: float, cache: StageCache, out: Path
-) -> Artifact:
-    """Adds the inputs of the adapters in ``folders`` to the ONNX decoder ``base``, which was exported from the PyTorch
-    model ``src``. Without an adapter, the file has to give the logits of ``src``, and with an adapter those of ``src``
-    with this adapter merged.
-
-    Raises the errors of ``layers_of``, and ``GateFailed`` if the logits differ by more than ``limit``.
-    """
+def adapter_config(src: Artifact, folders: Sequence[Path]) -> AdapterInputsConfig:
+    """Returns the config of the stage that makes the adapters in ``folders`` inputs of the PyTorch decoder ``src``.
+    Raises the errors of ``layers_of``."""
     from accel.converters.decoder.adapter_inputs import AdapterInputsConfig
     from accel.sources.torch.decoder import CachedDecoder
     from accel.sources.torch.pretrained.adapter_inputs import layers_of
-    from accel.sources.torch.source import adapted, module_of
+    from accel.sources.torch.source import module_of
 
     module = module_of(src)
     assert isinstance(module, CachedDecoder), "the source was opened as a decoder"
-    config = AdapterInputsConfig(adapters=tuple(folders), layers=layers_of(module.model, folders))
+    return AdapterInputsConfig(adapters=tuple(folders), layers=layers_of(module.model, folders))
+
+
+def with_adapter_inputs(
+    src: Artifact, base: Artifact, config: AdapterInputsConfig, limit: float, cache: StageCache, out: Path
+) -> Artifact:
+    """Adds the inputs of adapters to the ONNX decoder ``base``, which was exported from the PyTorch model ``src``.
+    Without an adapter, the file has to give the logits of ``src``, and with an adapter those of ``src`` with this
+    adapter merged.
+
+    Raises ``GateFailed`` if the logits differ by more than ``limit``.
+    """
+    from accel.sources.torch.source import adapted
+
     gate = DecoderGate(limit=limit, context=src.source["decoder"]["context"], reference=src)
-    gates = [gate]
-    gates += [replace(gate, reference=adapted(src, folder), adapter=folder.absolute().name) for folder in folders]
+    merged = {folder.absolute().name: adapted(src, folder) for folder in config.adapters}
+    gates = [gate, *(replace(gate, reference=reference, adapter=name) for name, reference in merged.items())]
     return run_stage("adapter_inputs", base, config, gates=gates, out=out, cache=cache)

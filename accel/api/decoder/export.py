@@ -22,7 +22,7 @@ from accel.tables.kinds import KINDS
 from accel.tables.limits import EXPORT_LIMITS
 
 from ..export import to_onnx, to_onnx_config, usual_limit
-from .adapters import with_adapter_inputs
+from .adapters import adapter_config, with_adapter_inputs
 
 
 def is_decoder(source: Source, out: Path | None) -> bool:
@@ -85,9 +85,10 @@ def export_decoder(
     main = KINDS["onnx"].main_file
     check_out(folder, source.text)
     check_folder(folder, main)
-    made = _onnx(src, opset, simplify, limit, cache, None if adapters else folder / main)
-    if adapters:
-        made = with_adapter_inputs(src, made, adapters, limit or usual_limit(src), cache, folder / main)
+    config = adapter_config(src, adapters) if adapters else None
+    made = _onnx(src, opset, simplify, limit, cache, None if config else folder / main)
+    if config is not None:
+        made = with_adapter_inputs(src, made, config, limit or usual_limit(src), cache, folder / main)
     write_folder(made, source.folder)
     return made
 

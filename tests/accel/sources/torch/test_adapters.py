@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,45 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import accel
 from accel.errors import AccelError, BadSource, GateFailed, InvalidModel, UnsupportedHere
 from accel.sources.source import Source
 from accel.sources.torch.source import module_of
+from tests.support.lora import Tensors, adapter_of, save_adapter
 from tests.support.small_decoder import save_decoder, small_decoder
 
-Tensors = dict[str, torch.Tensor]
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35]])
-
-
-def adapter_of(model: nn.Module, names: tuple[str, ...], rank: int = 3) -> Tensors:
-    """Returns random matrices A and B for each layer whose name ends with one of ``names``, as PEFT saves them."""
-    made = torch.Generator().manual_seed(1)
-    found: Tensors = {}
-    for name, layer in model.named_modules():
-        if not name.endswith(names):
-            continue
-        sizes = tuple(layer.weight.shape)
-        place = f"base_model.model.{name}"
-        if isinstance(layer, nn.Embedding):
-            found[f"{place}.lora_embedding_A"] = torch.randn(rank, sizes[0], generator=made) / 4
-            found[f"{place}.lora_embedding_B"] = torch.randn(sizes[1], rank, generator=made) / 4
-            continue
-        outputs, inputs = sizes if isinstance(layer, nn.Linear) else sizes[::-1]
-        found[f"{place}.lora_A.weight"] = torch.randn(rank, inputs, generator=made) / 4
-        found[f"{place}.lora_B.weight"] = torch.randn(outputs, rank, generator=made) / 4
-    assert found
-    return found
-
-
-def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], **fields: Any) -> Path:
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "base_model_name_or_path": "some/base", **fields}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(dict(tensors), folder / "adapter_model.safetensors")
-    return folder
 
 
 def beside(model: nn.Module, tensors: Tensors, usual: float, other: Mapping[str, float] | None = None) -> torch.Tensor:
