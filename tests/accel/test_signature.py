@@ -282,3 +282,41 @@ def test_a_wrong_number_of_features() -> None:
     said = r"give 3 on axis 1, or if the source takes other sizes there, export it again with dynamic=\{'x': "
     with pytest.raises(BadFeeds, match=said):
         signature.check_feeds({"x": np.zeros((2, 5), np.float32)})
+
+
+LORA = Signature(
+    (TensorSpec("x", "float32", ("batch", 4)),),
+    optional=(TensorSpec("a", "float32", (4, "rank"), optional=True), TensorSpec("b", "float32", ("rank", 6))),
+)
+
+
+def test_optional_inputs_may_be_left_out() -> None:
+    """Fails if example inputs have an optional input, if its dim gets a range, if the manifest loses it, or if a row of
+    a batch cuts it."""
+    assert Signature.from_json(json.loads(json.dumps(LORA.to_json()))) == LORA
+    assert "optional" not in Signature(LORA.inputs).to_json()  # manifests of other models stay as they are
+    assert list(LORA.dims) == ["batch"]
+    feeds = LORA.example_inputs(batch=2)
+    assert set(feeds) == {"x"}
+    assert LORA.check_feeds(feeds) == {"batch": 2}
+    given = {**feeds, "a": np.ones((4, 3), np.float32), "b": np.ones((3, 6), np.float32)}
+    assert LORA.check_feeds(given) == {"batch": 2}
+    row = LORA.row_of(given, 1)
+    assert row["x"].tolist() == feeds["x"][1:].tolist()
+    assert row["a"].shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"a": np.ones((3, 3), np.float32)}, r"'a' has shape \[3, 3\], but the model takes a:float32\[4,rank\]"),
+        ({"b": np.ones((2, 6), np.float32)}, r"'b' has shape \[2, 6\]"),
+        ({"b": np.ones((3, 6))}, "dtype float64, but the model takes float32"),
+        ({"c": np.ones((3, 6))}, "unknown input 'c'"),
+    ],
+)
+def test_wrong_optional_inputs_are_refused(wrong: dict[str, np.ndarray], said: str) -> None:
+    """Fails if matrices of two ranks, of another layer or of another dtype reach the runtime."""
+    given = {"x": np.ones((2, 4), np.float32), "a": np.ones((4, 3), np.float32), "b": np.ones((3, 6), np.float32)}
+    with pytest.raises(BadFeeds, match=said):
+        LORA.check_feeds({**given, **wrong})

@@ -171,8 +171,8 @@ def _lacking(target: Target, precision: str) -> str | None:
 def _impossible(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> str | None:
     """Returns the reason if ``src`` can't be converted to ``precision`` for ``target``, else None."""
     own = precision_of(src)
-    if src.adapters and target.kind != "onnx":
-        return f"the adapters are inputs that a run may leave out, and {target.name} has no such inputs"
+    if src.adapters and target.name != "ort-cpu":
+        return "the adapters are inputs that a run may leave out, which accel optimizes for ort-cpu alone"
     if own != precision and own in PRECISIONS and PRECISIONS[own].quantized:
         return f"the source is {own} already"
     if own != precision and is_16_bit(own):
