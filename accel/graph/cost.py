@@ -181,7 +181,8 @@ def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str,
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if not dim.HasField("dim_value"):
                 own = dim.dim_param if dim.dim_param not in ("", "?") else f"{value.name}_{axis}"
-                dim.dim_value = sizes.get(own, 1)
+                default = constants.get(value.name)  # an input that is left out has the size of its default
+                dim.dim_value = sizes.get(own, 1) if default is None else default[axis]
     for value in fixed.graph.output:
         value.type.tensor_type.ClearField("shape")
     problem = ""
