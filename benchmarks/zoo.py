@@ -68,8 +68,9 @@ CLASSES = {
 }
 # The classes of a model that accel exports.
 EXPORTED = ("first", "followed")
-# The words for a model that ``accel optimize`` fails to optimize, or optimizes wrongly.
-NO_RESULT = ("failed", "wrong")
+# The words for a model that ``accel optimize`` fails to optimize, optimizes wrongly, or has no time to measure, which
+# gives the exported file.
+NO_SPEEDUP = ("failed", "wrong", "unmeasured")
 Row = dict[str, Any]
 Try = tuple[str, str, str]  # the family, the name of the model, and the tool
 
@@ -118,7 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=180, help="the time limit of one try")
     parser.add_argument("--children", type=int, default=1, help="the number of tries that run at the same time")
     parser.add_argument("--memory", type=float, default=6000, help="the memory limit of one try in MiB")
-    parser.add_argument("--again", default="", help="repeat the tries with these results, such as failed,wrong")
+    parser.add_argument("--again", default="", help="repeat the tries with these results, such as failed,unmeasured")
     parser.add_argument(
         "--optimize",
         action="store_true",
@@ -170,7 +171,8 @@ def pending(
     again: str,
     optimize: bool = False,
 ) -> list[Try]:
-    """Returns the tries without a result, and the tries whose result has one of the classes in ``again``.
+    """Returns the tries without a result, and the tries whose result has one of the words in ``again``: a class, or one
+    of ``NO_SPEEDUP``.
 
     If ``optimize`` is true, also returns the models that accel exported but did not optimize yet.
     """
@@ -183,7 +185,8 @@ def pending(
                 wanted = done.get((family, name, "accel"), {}).get("class") != "not made"
             else:
                 unoptimized = row["class"] in EXPORTED and tool == "accel" and "optimize" not in row
-                wanted = row["class"] in repeat or "all" in repeat or (optimize and unoptimized)
+                named = {row["class"], row.get("optimize"), "all"} & repeat
+                wanted = bool(named) or (optimize and unoptimized)
             if wanted:
                 found.append((family, name, tool))
     return found
@@ -290,7 +293,7 @@ def optimized(rows: Mapping[Try, Row]) -> list[str]:
     The section has a table line for each family, and a line for each failure.
     """
     found = {f"{family}/{name}": row for (family, name, _), row in sorted(rows.items()) if row.get("optimize")}
-    if all(row["optimize"] in NO_RESULT for row in found.values()):
+    if all(row["optimize"] in NO_SPEEDUP for row in found.values()):
         return []
     busy = sum(bool(row.get("busy")) for row in found.values())
     lines = [
@@ -298,23 +301,24 @@ def optimized(rows: Mapping[Try, Row]) -> list[str]:
         "",
         f"A part of the exported files was also optimized, without data and within {OPTIMIZE_SECONDS:g} s. The outputs",
         "of the result are compared with the model's outputs on further inputs. A result counts as faster if it is at",
-        "least 2% faster than the file in ONNX Runtime. The speedup is the geometric mean of all results.",
+        "least 2% faster than the file in ONNX Runtime. The speedup is the geometric mean of all measured results. If",
+        "no candidate was ready in time, the result is the exported file, not measured.",
         *([f"{busy} of the files were optimized beside other work, which hides small speedups."] if busy else []),
         "",
-        "| family | files | no result | wrong | faster | speedup | seconds (median) |",
-        "|---|---|---|---|---|---|---|",
+        "| family | files | no result | wrong | not measured | faster | speedup | seconds (median) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for family in [*dict.fromkeys(name.partition("/")[0] for name in found), "all"]:
         rows_of = [row for name, row in found.items() if family in (name.partition("/")[0], "all")]
-        done = [row for row in rows_of if row["optimize"] not in NO_RESULT]
+        done = [row for row in rows_of if row["optimize"] not in NO_SPEEDUP]
         speedups = [float(row["optimize"]) for row in done]
-        counts = [sum(row["optimize"] == kind for row in rows_of) for kind in NO_RESULT]
+        counts = [sum(row["optimize"] == kind for row in rows_of) for kind in NO_SPEEDUP]
         faster = sum(speedup > 1.02 for speedup in speedups)
         mean = f"{statistics.geometric_mean(speedups):.2f}" if speedups else "-"
         seconds = f"{statistics.median(row['optimize_seconds'] for row in done):.0f}" if done else "-"
         cells = [len(rows_of), *counts, faster, mean, seconds]
         lines.append(f"| {family} | " + " | ".join(map(str, cells)) + " |")
-    failed = {name: row for name, row in found.items() if row["optimize"] in NO_RESULT}
+    failed = {name: row for name, row in found.items() if row["optimize"] in ("failed", "wrong")}
     return [*lines, "", *(f"- {name}: {row['optimize_message']}" for name, row in failed.items()), ""]
 
 

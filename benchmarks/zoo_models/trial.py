@@ -303,8 +303,9 @@ def _dynamic_shapes(case: Case, arguments: Any, takes_batches: bool) -> Any:
 def _optimized(case: Case, calls: Calls, seconds: float, folder: Path) -> dict[str, Any]:
     """Runs ``accel optimize`` on the exported file, and compares the result with the model's outputs in ``calls``.
 
-    Returns the speedup or the word ``failed`` or ``wrong``, the name of the chosen candidate, the distance of its
-    outputs, the reasons why other candidates were rejected, and whether other work disturbed the measurement.
+    Returns the speedup or the word ``failed``, ``wrong`` or ``unmeasured``, the name of the chosen candidate, the
+    distance of its outputs, the reasons why other candidates were rejected, and whether other work disturbed the
+    measurement.
     """
     import accel
 
@@ -320,12 +321,11 @@ def _optimized(case: Case, calls: Calls, seconds: float, folder: Path) -> dict[s
     facts = taken | {"chosen": fast.chosen, "distance": distance, "rejected": rejected}
     if fast.environment.get("statistic", "median") != "median":
         facts["busy"] = True
-    if fast.speedup is None:
-        message = "the budget was over before any candidate was measured"
-        return facts | {"optimize": "failed", "optimize_message": message}
     if distance > DISTANCE_LIMIT:
         message = f"the distance of the outputs of {fast.chosen} is {distance:.2g}"
         return facts | {"optimize": "wrong", "optimize_message": message}
+    if fast.speedup is None:  # the file is right, but nothing says how fast it is
+        return facts | {"optimize": "unmeasured"}
     return facts | {"optimize": f"{fast.speedup:.2f}"}
 
 

@@ -194,7 +194,7 @@ def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
 
 def test_what_is_not_optimized_yet(zoo: ModuleType) -> None:
     """Fails if a run with ``--optimize`` repeats an optimized model, leaves out a model that was only exported, or
-    tries one that can't be exported."""
+    tries one that can't be exported. Also fails if a model that wasn't measured can't be tried again."""
     kinds = {"a": "first", "b": "followed", "c": "refused", "d": "first", "e": "not made"}
     done = {("own", name, "accel"): row(name, kind) for name, kind in kinds.items()}
     done |= {("own", "a", "torch.onnx"): row("a", "first", "torch.onnx")}
@@ -203,6 +203,9 @@ def test_what_is_not_optimized_yet(zoo: ModuleType) -> None:
         found = zoo.pending("own", [*kinds, "f"], tools, done, "", optimize=True)
         assert [name for _, name, tool in found if tool == "accel"] == ["a", "b", "f"]
         assert ("own", "a", "torch.onnx") not in found
+    done["own", "a", "accel"]["optimize"] = "unmeasured"
+    again = zoo.pending("own", kinds, ["accel"], done, "unmeasured", optimize=True)
+    assert [name for _, name, _ in again] == ["a", "b"]
 
 
 def test_a_sample_of_the_exported_models(zoo: ModuleType) -> None:
@@ -236,20 +239,23 @@ def test_a_wrong_result_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert trial._optimized(made, calls, 20.0, tmp_path)["busy"]
     fast.environment = {"statistic": "median"}
     assert "busy" not in trial._optimized(made, calls, 20.0, tmp_path)
+    fast.speedup = None
+    assert trial._optimized(made, calls, 20.0, tmp_path)["optimize"] == "unmeasured"
 
 
 def test_the_page(zoo: ModuleType) -> None:
     """Fails if the page counts a model that the zoo can't make, or leaves out a model whose export failed."""
     rows = [row("a", "first"), row("b", "failed"), row("c", "not made"), row("a", "failed", "torch.onnx")]
+    rows += [row("d", "first") | {"optimize": "unmeasured"}]
     rows[0] |= {"optimize": "4.00", "optimize_seconds": 20.2}
     rows[1] |= {"optimize": "failed", "optimize_message": "no candidate"}
     read = {(r["family"], r["name"], r["tool"]): r for r in rows}
     text = zoo.page(read, {"cpu": "a CPU", "cores": 2, "date": "2026-11-24T00", "versions": {"torch": "2.13"}})
-    assert "| own | accel | 2 | 1 (50%) | 0 | 0 | 1 | 0 | 0 |" in text
+    assert "| own | accel | 3 | 2 (67%) | 0 | 0 | 1 | 0 | 0 |" in text
     assert "| own | torch.onnx | 1 | 0 (0%) | 0 | 0 | 1 | 0 | 0 |" in text
     assert "| own/b | failed | a \\| b | - |" in text
-    assert "| own | 2 | 1 | 0 | 1 | 4.00 | 20 |" in text
-    assert "| all | 2 | 1 | 0 | 1 | 4.00 | 20 |" in text
+    assert "| own | 3 | 1 | 0 | 1 | 1 | 4.00 | 20 |" in text
+    assert "| all | 3 | 1 | 0 | 1 | 1 | 4.00 | 20 |" in text
     assert "- own/b: no candidate" in text
     assert "can't make them from a small config (1): own/c." in text
 
