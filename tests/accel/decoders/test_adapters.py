@@ -227,7 +227,6 @@ def test_optimized_forms_keep_the_adapters(made: Made, tmp_path: Path) -> None:
         for of in quantized.values():
             rounding = _distance(_replayed(of, "", ids, mask), base)
             error = _distance(_replayed(of, name, ids, mask), wanted)
-            print(name, rounding, error, _distance(base, wanted))
             assert error < 1.5 * rounding < _distance(base, wanted)
     assert accel.generate(tmp_path / "q", PROMPTS, max_new_tokens=2, adapter="wide").ids
 
@@ -304,3 +303,16 @@ def test_wrong_options_are_refused(made: Made, tmp_path: Path) -> None:
     for options, said in wrong:
         with pytest.raises(AccelError, match=said):
             accel.export(made.base, out=tmp_path / "dec", **options)
+
+
+@pytest.mark.proof
+def test_layers_of_gpt2_take_adapters(tmp_path: Path) -> None:
+    """Fails if the turned weights of GPT-2's linear layers, which become Gemm, aren't found, or get a turned product.
+    The gates of the export compare the adapter with PyTorch."""
+    base = save_decoder(tmp_path / "gpt2", "gpt2")
+    adapter = save_adapter(tmp_path / "adapter", adapter_of(small_decoder("gpt2"), ("c_attn", "c_proj", "lm_head")))
+    made = accel.export(base, adapters=adapter, adapters_as="inputs", out=tmp_path / "dec")
+    assert len(made.signature.optional) == 2 * (2 * 3 + 1)
+    assert [node.op_type for node in onnx.load(made.path).graph.node].count("Gemm") == 2 * 4
+    tokens = accel.generate(made, PROMPTS, max_new_tokens=4).ids
+    assert accel.generate(made, PROMPTS, max_new_tokens=4, adapter="adapter").ids != tokens
