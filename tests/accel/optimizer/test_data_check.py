@@ -86,6 +86,7 @@ def test_a_large_model_has_few_runs_before_its_first_candidate(
     assert set(gates) == {8}
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_random_inputs_take_no_time_beyond_the_budget(
     lookup: tuple[Artifact, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
