@@ -31,16 +31,7 @@ class Plan:
     @classmethod
     def of(cls, spec: ModelSpec, layout: Layout, machine: Machine) -> Plan:
         """Returns the plan of ``layout``. Raises ``BadConfig`` if the model doesn't fit ``layout``."""
-        if layout.tp > 1 and not spec.is_transformer:
-            raise BadConfig(
-                f"tensor parallel needs the model's shape; pass the shape as {_shape_options()} together with "
-                f"{option('tp')}"
-            )
-        if layout.cp > 1 and not spec.is_transformer:
-            raise BadConfig(
-                f"context parallel needs the model's shape; pass the shape as {_shape_options()} together with "
-                f"{option('cp')}"
-            )
+        _check_shape(spec, {"tp": layout.tp, "cp": layout.cp})
         if layout.ep > 1 and (not spec.experts or spec.experts % layout.ep):
             raise BadConfig(
                 f"{spec.experts or 'no'} experts can't be shared evenly by ep {layout.ep}; use a divisor of the number "
@@ -195,6 +186,15 @@ def _recompute(spec: ModelSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
     return _asked(fixed, "recompute", ("none", "selective", "full"))
 
 
+def _check_shape(spec: ModelSpec, axes: Mapping[str, Any]) -> None:
+    """Raises ``BadConfig`` if ``axes`` need the shape of the model, and the shape isn't known."""
+    for axis, what in (("tp", "tensor parallel"), ("cp", "context parallel")):
+        if axes.get(axis, 1) > 1 and not spec.is_transformer:
+            raise BadConfig(
+                f"{what} needs the model's shape; pass the shape as {_shape_options()} together with {option(axis)}"
+            )
+
+
 def _same_as_plain(kind: Mapping[str, Any], ranks: int) -> bool:
     """Tells whether the replicas in ``kind`` change nothing: ZeRO 0 replicates everything, and so do replicas of a
     single one of the ``ranks`` data-parallel ranks."""
@@ -246,6 +246,7 @@ def search(
         )
     ]
     if not found and fixed:
+        _check_shape(spec, fixed)
         asked = ", ".join(f"{name} {value}" for name, value in fixed.items())
         raise BadConfig(
             f"no layout of {world} ranks and a global batch of {global_batch} fits the options {asked}; "

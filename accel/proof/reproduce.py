@@ -122,6 +122,8 @@ def _source(manifest: Manifest) -> Artifact:
         arguments["weights_dtype"] = rounded
     if adapters := source.get("adapters"):
         arguments["adapters"] = adapters["path"]
+    if "decoder" in source:
+        arguments["decoder"] = True
     if loading := source.get("loading"):
         arguments |= source_options(loading)
     dims = manifest.signature.dims
@@ -133,7 +135,7 @@ def _source(manifest: Manifest) -> Artifact:
     named = Source(spec, **arguments)
     try:
         try:
-            found = named.open()
+            found = named.open(part=source.get("part", ""))
         except BadInputSpec:  # the source doesn't declare its inputs
             found = replace(named, inputs=manifest.signature.inputs).open()
     except AccelError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ class AroundAttention(TorchFunctionMode, ABC):
         of the model that also run alone.
         """
         for inner in dict.fromkeys((*blocks(module), *parts, module)):
-            inner.forward = partial(self._under, inner.forward)
+            # The signature of ``forward`` stays visible, because it tells what a model takes.
+            inner.forward = update_wrapper(partial(self._under, inner.forward), inner.forward)
 
     def _under(self, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         with self:

@@ -172,14 +172,14 @@ def build(
     flops = _flops(module, data) if config.peak_flops and ranks.rank == 0 else 0.0
     if isinstance(data, Packed):
         keep_apart(module, data, ranks.device, parameter_dtype(mode))
-    splits = context_parallel.split_names(p) if ranks.cp is not None else []
+    splits = context_parallel.split_names(module, p) if ranks.cp is not None else []
     styles = tensor_parallel.match(module, config.tensor_parallel) if ranks.tp is not None else {}
     if p.sequence_parallel:
         tensor_parallel.check_sequence(module, styles, splits)
     tried = tensor_check.try_whole(module, styles, config, ranks, data) if ranks.tp is not None else None
     cut, hooks = context_parallel.cutter(ranks, p), {}
     if cut is not None:
-        hooks = context_parallel.share(module, config, ranks, data, loss, cut)
+        hooks = context_parallel.share(module, splits, config, ranks, data, loss, cut)
         tried = tried.part(cut.part) if tried is not None else None
     advice, history = [], None
     if config.precision.fp8 != "none":

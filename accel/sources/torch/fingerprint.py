@@ -28,8 +28,9 @@ _OWN = {
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_compiled_call_impl",
 }  # fmt: skip
 
-# Where transformers found a model. A model that was moved is the same model.
-_PLACES = {"name_or_path", "_name_or_path", "_commit_hash"}
+# Where transformers found a model, because a model that was moved is the same model. And Python's hash of a generation
+# config, because it differs between runs.
+_NOT_THE_MODEL = {"name_or_path", "_name_or_path", "_commit_hash", "_original_object_hash"}
 
 
 def state_sha256(module: torch.nn.Module) -> str:
@@ -89,7 +90,7 @@ def _add_modules(walk: _Walk, module: torch.nn.Module) -> None:
         if is_graph:
             walk.value(type(part).forward)  # the class is of torch, and its code was made for this module
         for key, value in vars(part).items():
-            if key not in _OWN | _PLACES and (not is_graph or isinstance(value, torch.Tensor)):
+            if key not in _OWN | _NOT_THE_MODEL and (not is_graph or isinstance(value, torch.Tensor)):
                 walk.add(key)
                 # Hashes the hooks without their ids. Torch counts the ids over all modules of a process, so the id of
                 # a hook differs between runs.
@@ -206,7 +207,7 @@ class _Walk:
         self.value(make)
         self.value(arguments)
         state, elements, pairs = [*rest, None, None, None][:3]
-        self.value({k: v for k, v in state.items() if k not in _PLACES} if type(state) is dict else state)
+        self.value({k: v for k, v in state.items() if k not in _NOT_THE_MODEL} if type(state) is dict else state)
         self.value(list(elements or ()))
         self.value(list(pairs or ()))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -32,12 +32,13 @@ from ..precision.modes import parameter_dtype
 from ..ranks import Ranks
 from .ring import Ring, pieces
 from .shared_attention import SharedAttention
+from .tensor import fits
 from .ulysses import Ulysses
 
 _POSITIONS = "position_ids"
 _FIX = (
-    "let parallel.cp_split name the modules that embed tokens and positions, and let only "
-    "F.scaled_dot_product_attention look at other positions"
+    "let parallel.cp_split name the modules that embed tokens and positions, also a module that computes rotary "
+    "positions, and let only F.scaled_dot_product_attention look at other positions"
 )
 _LOSS_FIX = "let the loss be a sum over positions that are independent of each other, or use parallel.cp = 1"
 
@@ -87,29 +88,40 @@ def cutter(ranks: Ranks, layout: ParallelConfig) -> Cut | None:
     return Cut(mesh=ranks.cp, balanced=layout.cp_method == "ring") if ranks.cp is not None else None
 
 
-def split_names(layout: ParallelConfig) -> list[str]:
-    """Returns the names of the modules after which sequences are cut."""
-    return [name.strip() for name in layout.cp_split.split(",")]
+def split_names(module: nn.Module, layout: ParallelConfig) -> list[str]:
+    """Returns the names of the modules after which sequences are cut. ``*`` in ``parallel.cp_split`` matches any text
+    without a dot.
+
+    Raises ``BadConfig`` if a name in ``parallel.cp_split`` matches no module.
+    """
+    names = [name for name, _ in module.named_modules()]
+    found = []
+    for pattern in (text.strip() for text in layout.cp_split.split(",")):
+        matched = [name for name in names if fits(name, pattern)]
+        if not matched:
+            said = f"the model has no module {pattern!r}, which parallel.cp_split names"
+            raise BadConfig(f"{said}; name the module that embeds its tokens")
+        found += matched
+    return found
 
 
 def share(
-    module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any], loss: losses.Loss, cut: Cut
+    module: nn.Module,
+    names: Sequence[str],
+    config: TrainConfig,
+    ranks: Ranks,
+    data: Sequence[Any],
+    loss: losses.Loss,
+    cut: Cut,
 ) -> dict[str, RemovableHandle]:
-    """Changes ``module`` in place to work on this rank's part of the sequence. ``module`` must not be sharded yet.
-    Returns the hooks that cut the outputs of modules, by the name of the module.
+    """Changes ``module`` in place to work on this rank's part of the sequence, which is cut after its modules
+    ``names``. ``module`` must not be sharded yet. Returns the hooks that cut the outputs of modules, by the name of the
+    module.
 
-    Raises ``BadConfig`` if ``parallel.cp_split`` names no module of ``module``, or if the cut changes the model's
-    output or the loss. The output changes if the model computes position numbers after the cut, or if an operation
-    other than attention reads several positions.
+    Raises ``BadConfig`` if the cut changes the model's output or the loss. The output changes if the model computes
+    position numbers after the cut, or if an operation other than attention reads several positions.
     """
-    names = split_names(config.parallel)
-    found = {}
-    for name in names:
-        try:
-            found[name] = module.get_submodule(name)
-        except AttributeError:
-            said = f"the model has no module {name!r}, which parallel.cp_split names"
-            raise BadConfig(f"{said}; name the module that embeds its tokens") from None
+    found = {name: module.get_submodule(name) for name in names}
     sample, targets = torch.utils.data.default_collate([data[0]])
     inputs = to_device(sample, ranks.device, parameter_dtype(config.precision.resolved))
     module.eval()
@@ -202,7 +214,7 @@ def _place(module: nn.Module, cut: Cut, problem: Callable[[], str]) -> None:
     said = problem()
     if said and _POSITIONS in input_names(module):
         for whole in (False, True):
-            module.forward = partial(_numbered, forward, input_names(module), cut, whole)
+            module.forward = update_wrapper(partial(_numbered, forward, input_names(module), cut, whole), forward)
             if not problem():
                 return
         module.forward = forward

@@ -190,7 +190,7 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
         ("plan --params 7e9 --batch 2", "--batch is the number of sequences of --inference; pass --global-batch"),
         ("plan --params 7e9 --layers 4 --world 2 --pp 2", "use --micro-batch=1 --global-batch=2"),
         ("plan --params 70e9 --world 2 --hbm 8G", "use more ranks"),
-        ("plan --params 7e9 --world 2 --hbm 80G --tp 2", "fits the options tp 2; leave out one of these"),
+        ("plan --params 7e9 --world 2 --hbm 80G --tp 2", "tensor parallel needs the model's shape; pass the shape"),
         ("plan --params 7e9 --world 8 --hbm 80G --zero 2 --qwz", "fits the options zero 2, qwz True; leave out"),
     ],
 )

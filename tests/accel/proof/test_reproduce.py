@@ -4,6 +4,8 @@ differs."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConf
 from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
 from accel.errors import ChainBroken, UsageError
 from accel.stage import run_stage
+from tests.support.small_decoder import save_decoder
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,19 @@ def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
     source.unlink()
     with pytest.raises(ChainBroken, match="can't be opened any more"):
         reproduce(made)
+
+
+def test_a_decoder_is_opened_with_its_cache(tmp_path: Path) -> None:
+    """Fails if the source of a decoder is opened without its cache, or if the hash of a model of transformers holds a
+    hash of Python, which differs between two processes. The next export would then miss the cache."""
+    folder = save_decoder(tmp_path / "llama")
+    made = accel.export(folder, out=tmp_path / "decoder")
+    script = (
+        "import sys; from accel.sources.source import Source; print(Source(sys.argv[1], decoder=True).open().digest)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == made.history[0]["input"]
+    assert reproduce(made).identical
 
 
 @pytest.mark.proof

@@ -4,6 +4,7 @@ balanced."""
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -17,8 +18,11 @@ from torch import nn
 from accel.cli import group, run
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
+from accel.train.config.schema import ParallelConfig
+from accel.train.data.packing import OwnDocument
 from accel.train.optimizer.norm import share_of_squares
 from accel.train.parallel import split
+from accel.train.parallel.context import split_names
 from accel.train.parallel.pipeline import Stage, Turn, balance, chain, costs, places, turns
 from accel.train.parallel.split import Times, best, step_seconds
 from accel.train.parallel.tensor import check_sequence, match
@@ -44,6 +48,23 @@ def test_a_plan_names_modules_by_pattern() -> None:
         **{f"blocks.{i}.attention.out": "row" for i in range(2)},
     }
     assert set(match(_gpt(), {"*": "split"})) == {"", "embed", "blocks", "norm", "head"}
+
+
+def test_the_modules_of_a_cut_are_named_by_pattern() -> None:
+    """Fails if a pattern of ``cp_split`` doesn't find every block, or if a name that matches nothing is passed over."""
+    names = split_names(_gpt(2), ParallelConfig(cp=2, cp_split="embed, blocks.*.norm1"))
+    assert names == ["embed", "blocks.0.norm1", "blocks.1.norm1"]
+    with pytest.raises(BadConfig, match=r"no module 'blocks.\*.rope', which parallel.cp_split names"):
+        split_names(_gpt(2), ParallelConfig(cp=2, cp_split="embed, blocks.*.rope"))
+
+
+def test_a_wrapped_forward_shows_its_parameters() -> None:
+    """Fails if a model whose attention is replaced no longer shows what its ``forward`` takes. The command that exports
+    a trained decoder depends on it."""
+    model = _gpt(1)
+    shown = inspect.signature(model.forward)
+    OwnDocument().wrap(model)
+    assert inspect.signature(model.forward) == shown
 
 
 @pytest.mark.parametrize(

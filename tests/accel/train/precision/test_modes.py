@@ -26,7 +26,8 @@ GROWING = {"precision": {"mode": "autocast-fp16", "loss_scale": 1024.0, "growth_
 )
 def test_a_name_of_apex_comes_with_its_limits(tmp_path: Path, name: str, says: str) -> None:
     """Checks that a run with an apex precision name, such as O1, logs what the name means and when not to use it."""
-    trainer_of(tmp_path, steps=1, precision={"mode": name}, optimizer={"name": "sgd", "lr": 0.1}).run()
+    precision = {"mode": name, "loss_scale": 1024.0}
+    trainer_of(tmp_path, steps=1, precision=precision, optimizer={"name": "sgd", "lr": 0.1}).run()
     assert rows_of(tmp_path)[0] == {"note": says}
 
 
