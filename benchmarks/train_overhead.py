@@ -19,7 +19,9 @@ separate environment. These commands make the environment for DeepSpeed: `python
 from accel's environment. This script sets DS_ACCELERATOR=cpu. The overhead of a loop in a turn is the loop's time
 divided by the bare loop's time, minus 1. The result is the median overhead over all turns, with a 95% bootstrap
 interval. ``cpu`` has the same figures for the processor time of a rank with all its threads, which other work on the
-cores changes less. Needs a quiet machine: other work on the cores makes the interval wider than the result.
+cores changes less. ``thread`` has them for the rank's main thread alone: its passes and its optimizer, but not gloo's
+copies, whose time depends on when the other rank sends. Needs a quiet machine: other work on the cores makes the
+interval wider than the result.
 """
 
 from __future__ import annotations
@@ -167,18 +169,20 @@ def rank_main(out: Path) -> None:
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         busy: dict[str, list[float]] = {name: [] for name in names}
+        alone: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(int(os.environ[_TURNS]) + 2):
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 dist.barrier()
-                began, used = time.perf_counter(), time.process_time()
+                began, used, own = time.perf_counter(), time.process_time(), time.thread_time()
                 for _ in range(STEPS):
                     steps[name]()
                 dist.barrier()
                 if turn >= 2:
                     seconds[name].append((time.perf_counter() - began) / STEPS)
                     busy[name].append((time.process_time() - used) / STEPS)
-        found[loop] = {**compared(seconds), "cpu": compared(busy)}
+                    alone[name].append((time.thread_time() - own) / STEPS)
+        found[loop] = {**compared(seconds), "cpu": compared(busy), "thread": compared(alone)}
     if dist.get_rank() == 0:
         seen = {"results": found, "deepspeed": version("deepspeed") if "deepspeed" in steps else None}
         (out / "found.json").write_text(json.dumps(seen))

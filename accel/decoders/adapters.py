@@ -8,7 +8,7 @@ from typing import Any
 
 from accel.artifact import Artifact
 from accel.errors import BadSource, UnknownName
-from accel.runtimes.lora import read_lora
+from accel.runtimes.kv.lora import read_lora
 from accel.signature import Feeds
 from accel.spelling import arguments, option
 

@@ -131,12 +131,12 @@ def place_in_user_code(error: BaseException) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Tells whether ``module`` is loaded and belongs to an installed package or to Python."""
+    """Tells whether ``module`` is loaded and belongs to an installed package, to accel or to Python."""
     found = sys.modules.get(module)
     if found is None or module == "__main__":
         return False
     file = getattr(found, "__file__", None)
-    return module in sys.builtin_module_names if file is None else _within(file, *_INSTALLED)
+    return module in sys.builtin_module_names if file is None else _within(file, _ACCEL, *_INSTALLED)
 
 
 def _within(file: str, *folders: Path) -> bool:

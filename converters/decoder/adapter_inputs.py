@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 
 from accel.artifact import ADAPTER_SUFFIX, Artifact
 from accel.errors import StageFailed
-from accel.runtimes.lora import write_lora
+from accel.runtimes.kv.lora import write_lora
 from accel.sources.onnx.weights import read_detached, weight_array
 from accel.spelling import option
 from accel.stage import StageConfig

@@ -261,7 +261,7 @@ _AFTER_TENSORFLOW = "TensorFlow has to read a model before it, in the process th
 NOT_INTERRUPTED_IN = {
     **dict.fromkeys(("onnx_from_tensorflow", "onnx_from_tflite", "tflite_from_saved_model"), _AFTER_TENSORFLOW),
     **dict.fromkeys(
-        ("fuse_decoder", "lower_cache", "pack_weights", "stateful_from_onnx"),
+        ("adapter_inputs", "fuse_decoder", "lower_cache", "pack_weights", "stateful_from_onnx"),
         "a decoder is exported before it, which takes ten seconds",
     ),
     "pipeline_from_parts": "it copies the files of the parts, which takes too little time to hit",

@@ -25,6 +25,7 @@ from accel.sources.tensorflow import process as tensorflow_process
 from accel.tables.stage_table import STAGES
 from tests.accel.cli.hostile_files import small
 from tests.support.orphans import assert_no_children
+from tests.support.small_decoder import adapter_of, save_adapter, small_decoder
 
 Cli = Callable[..., Any]
 
@@ -52,8 +53,9 @@ def decoder():
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes a folder with a net as code, data for the net, and an empty cache."""
+    """Makes a folder with a net as code, data for the net, an adapter of the decoder, and an empty cache."""
     (tmp_path / "net.py").write_text(FACTORY)
+    save_adapter(tmp_path / "lora", adapter_of(small_decoder(hidden_size=64), ("q_proj",)))
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
@@ -129,6 +131,7 @@ COMMANDS = {
         ("optimize", "dec", "--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "-o", "out"),
     ),
     "stateful_from_onnx": ((*DECODER, "--to", "openvino", "-o", "dec-ov"),),
+    "adapter_inputs": ((*DECODER, "--adapters", "lora", "--adapters-as", "inputs", "-o", "dec-lora"),),
     "fit_tensorrt": (EXPORT, ("preflight", "m.onnx", "--fix", "-o", "fixed.onnx")),
     "engine_from_onnx": (EXPORT, ENGINE),
     "openvino_from_onnx": (EXPORT, INT8),
@@ -218,6 +221,7 @@ NOT_KILLED_IN = {
     "fuse_decoder": _HERE,
     "lower_cache": _HERE,
     "pack_weights": _HERE,
+    "adapter_inputs": _HERE,
     "stateful_from_onnx": "its child is that of openvino_from_onnx",
     **dict.fromkeys(OF_TENSORFLOW, _TENSORFLOW),
     "ncnn_from_onnx": "pnnx is over in no time: tests/converters/to_others/test_export_to.py kills one that isn't",

@@ -25,13 +25,12 @@ from accel.decoders.replay import Replay, padded
 from accel.errors import AccelError, InvalidModel, UnknownName
 from accel.optimizer.attempt import gates_of
 from accel.runtimes.base import open_session
-from accel.runtimes.lora import read_lora, write_lora
+from accel.runtimes.kv.lora import read_lora, write_lora
 from accel.signature.decoder import IDS, LOGITS, MASK, POSITIONS, Cache
 from accel.sources.source import Source
 from accel.sources.torch.source import adapted, module_of
 from accel.stage import run_stage
-from tests.support.lora import adapter_of, save_adapter
-from tests.support.small_decoder import save_decoder, small_decoder
+from tests.support.small_decoder import adapter_of, save_adapter, save_decoder, small_decoder
 
 CONTEXT = 160
 PROMPTS = [[5, 60, 7, 90, 11], [8, 100]]

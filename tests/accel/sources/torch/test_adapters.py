@@ -16,8 +16,7 @@ import accel
 from accel.errors import AccelError, BadSource, GateFailed, InvalidModel, UnsupportedHere
 from accel.sources.source import Source
 from accel.sources.torch.source import module_of
-from tests.support.lora import Tensors, adapter_of, save_adapter
-from tests.support.small_decoder import save_decoder, small_decoder
+from tests.support.small_decoder import Tensors, adapter_of, save_adapter, save_decoder, small_decoder
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35]])
 
