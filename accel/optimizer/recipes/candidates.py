@@ -155,7 +155,7 @@ def _uncalibrated(
 
 def _needs_data(src: Artifact, precision: str) -> str:
     if Cache.of(src.signature) is not None:
-        return "accel calibrates no decoders; dynamic int8, int8 weights and int4 need no calibration"
+        return "accel makes no static int8 of decoders; dynamic int8, int8 weights and int4 need no ranges of activations"
     return f"{precision} needs data to calibrate on; pass {option('data')}"
 
 
