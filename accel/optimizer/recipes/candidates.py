@@ -155,7 +155,7 @@ def _uncalibrated(
 
 def _needs_data(src: Artifact, precision: str) -> str:
     if Cache.of(src.signature) is not None:
-        return "accel makes no static int8 of decoders; dynamic int8, int8 weights and int4 need no ranges of activations"
+        return "accel makes no decoders in static int8; dynamic int8, int8 weights and int4 need no calibration"
     return f"{precision} needs data to calibrate on; pass {option('data')}"
 
 
