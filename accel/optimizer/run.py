@@ -233,7 +233,7 @@ class DataCheck:
         large = megabytes(self.opened.artifact) >= LARGE_MEGABYTES and not self.request.thorough
         self._run(min(self.samples, _CHECKED_FIRST) if large else self.samples)
         # In addition, every source runs on the samples for judging. Random inputs say nothing about the user's data, so
-        # that the source's runs on them end with the time.
+        # the source's runs on them end with the budget.
         given = self.request.judged_on is not None
         ended: tuple[type[OutOfTime], ...] = () if given else (OutOfTime,)
         with self.budget.spending(_ON_DATA), suppress(*ended), self.budget.within(math.inf if given else 1.0):

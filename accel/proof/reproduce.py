@@ -132,12 +132,12 @@ def _source(manifest: Manifest) -> Artifact:
     if any(found.step != 1 for found in dims.values()):
         arguments["dims"] = dims
     spec = _where_it_was(spec, [entry["path"] for entry in source.get("files", ())])
-    named = Source(spec, **arguments)
+    named, part = Source(spec, **arguments), source.get("part", "")
     try:
         try:
-            found = named.open(part=source.get("part", ""))
+            found = named.open(part=part)
         except BadInputSpec:  # the source doesn't declare its inputs
-            found = replace(named, inputs=manifest.signature.inputs).open()
+            found = replace(named, inputs=manifest.signature.inputs).open(part=part)
     except AccelError as error:
         raise ChainBroken(f"the source {spec} can't be opened any more ({error}); restore the source") from error
     files = [(entry["path"], entry["sha256"]) for entry in source.get("files", ())]

@@ -34,7 +34,7 @@ _SPEEDUPS: Mapping[str, tuple[float, float]] = {
     f"ort-cpu int4{COARSE}": (8.0, 8.0),  # only decoders have it, whose tokens read every weight
     f"ort-cpu int4{PACKED}": (9.0, 9.0),  # only decoders have these two, too
     f"ort-cpu int8 weights{PACKED}": (6.0, 6.0),
-    "openvino fp32": (1.15, 1.05),  # 1.0 for other models, but much more for some, unlike dynamic int8
+    "openvino fp32": (1.15, 1.05),  # 1.0 for most other models, but much more for a few
     "openvino bf16": (2.1, 1.9),
     "openvino int8": (3.4, 3.0),
     "openvino int8+bf16": (3.4, 3.0),

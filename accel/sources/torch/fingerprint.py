@@ -28,8 +28,8 @@ _OWN = {
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_compiled_call_impl",
 }  # fmt: skip
 
-# Where transformers found a model, because a model that was moved is the same model. And Python's hash of a generation
-# config, because it differs between runs.
+# Attributes of transformers that the hash leaves out: where a model was found, because a model that was moved is the
+# same model, and Python's hash of a generation config, which differs between runs.
 _NOT_THE_MODEL = {"name_or_path", "_name_or_path", "_commit_hash", "_original_object_hash"}
 
 

@@ -73,8 +73,9 @@ class ParallelConfig:
     stages. ``pipeline`` names the schedule of the stages, such as ``1f1b``. The stages are cut by ``pipeline_split``:
     the FLOPs of the modules (``flops``), or the measured times of the modules and of the tensors that stages send
     (``measured``). ``cp`` is the number of data-parallel ranks over which each sequence is split. ``cp_split`` names
-    the last module that works on whole sequences, or several, separated by commas.
-    ``cp_method`` is ``ulysses``, which shares the heads during attention, or ``ring``, which passes keys and values on.
+    the last module that works on whole sequences, or several, separated by commas. ``*`` matches any text without a
+    dot. ``cp_method`` is ``ulysses``, which shares the heads during attention, or ``ring``, which passes keys and
+    values on.
     ``ep`` is the number of data-parallel ranks that share the experts of each block.
     ``sync_batchnorm`` lets batch norm use the statistics of all data-parallel ranks. ``recompute`` is the mode of
     activation checkpointing.

@@ -14,7 +14,7 @@ def load_named(dotted: str, *, what: str, name: str, known: Sequence[str], examp
     """Returns the object ``dotted``, such as ``torch.optim.RMSprop``. ``what`` is optimizer or schedule, ``name`` is
     the text in the config, and ``known`` are accel's short names.
 
-    Raises ``BadConfig`` if there is no such object. The message has the subclasses of ``base`` whose names are near.
+    Raises ``BadConfig`` if there is no such object. The message lists the subclasses of ``base`` with similar names.
     """
     from accel.sources.python_object import load_object
 

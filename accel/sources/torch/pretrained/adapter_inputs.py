@@ -45,8 +45,7 @@ def layers_of(module: torch.nn.Module, folders: Sequence[Path]) -> dict[str, str
             raise _only_merged(folder, f"has the whole weights {next(iter(adapter.replaced))}")
         for name in adapter.pairs:
             found[name] = matrix_sha256(_weights(module, adapter, name).numpy())
-    layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear) or is_conv1d(layer)]
-    alike = Counter(matrix_sha256(_turned(layer).numpy()) for layer in layers)
+    alike = Counter(matrix_sha256(_matrix(layer).numpy()) for layer in module.modules() if _is_linear(layer))
     if equal := next((name for name, sha256 in found.items() if alike[sha256] > 1), None):
         raise _only_merged(folders[0], f"adapts {equal}, whose weights are those of another layer")
     return found
@@ -62,11 +61,11 @@ def matrix_sha256(weights: np.ndarray) -> str:
 def _weights(module: torch.nn.Module, adapter: Adapter, name: str) -> torch.Tensor:
     """Returns the weights [inputs, outputs] of the layer ``name``, which the adapter fits."""
     layer, pair, folder = layer_of(module, adapter, name), adapter.pairs[name], adapter.folder
-    if not (isinstance(layer, torch.nn.Linear) or is_conv1d(layer)):
+    if not _is_linear(layer):
         raise _only_merged(folder, f"adapts {name}, a layer of the type {type(layer).__name__}")
     if pair.bias is not None:
         raise _only_merged(folder, f"has a bias for {name}")
-    weights = _turned(layer)
+    weights = _matrix(layer)
     if weights.dtype != torch.float32:
         dtype = str(weights.dtype).removeprefix("torch.")
         raise _only_merged(folder, f"adapts {name}, whose weights are {dtype} instead of float32")
@@ -76,7 +75,11 @@ def _weights(module: torch.nn.Module, adapter: Adapter, name: str) -> torch.Tens
     return weights
 
 
-def _turned(layer: torch.nn.Module) -> torch.Tensor:
+def _is_linear(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, torch.nn.Linear) or is_conv1d(layer)
+
+
+def _matrix(layer: torch.nn.Module) -> torch.Tensor:
     """Returns the weights of a linear layer as [inputs, outputs]."""
     weights: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
     return weights if is_conv1d(layer) else weights.T
