@@ -1,4 +1,1 @@
-"""Makes the models of ``benchmarks/zoo.py``, with one module for each family.
-
-In each module, ``make(name)`` returns a ``Case``. ``NAMES`` or ``names()`` has the names of the models.
-"""
+"""Makes and tries the models of ``benchmarks/zoo.py``. The models are in ``families`` and ``own``."""

@@ -10,14 +10,14 @@ from typing import Any
 # Maps each family to the module that makes the family's models.
 FAMILIES = {
     "own": "zoo_models.own",
-    "transformers": "zoo_models.of_transformers",
-    "torchvision": "zoo_models.of_torchvision",
-    "timm": "zoo_models.of_timm",
-    "segmentation": "zoo_models.of_segmentation",
-    "diffusers": "zoo_models.of_diffusers",
-    "torchaudio": "zoo_models.of_torchaudio",
-    "keras": "zoo_models.of_keras",
-    "files": "zoo_models.of_files",
+    "transformers": "zoo_models.families.transformers",
+    "torchvision": "zoo_models.families.torchvision",
+    "timm": "zoo_models.families.timm",
+    "segmentation": "zoo_models.families.segmentation",
+    "diffusers": "zoo_models.families.diffusers",
+    "torchaudio": "zoo_models.families.torchaudio",
+    "keras": "zoo_models.families.keras",
+    "files": "zoo_models.families.files",
 }
 
 

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from accel.errors import BadConfig, one_line
 
@@ -24,10 +23,15 @@ FACTOR = "factor"
 
 
 def make(
-    names: Sequence[str], tensors: Sequence[torch.Tensor], config: OptimizerConfig, *, parts: bool = False
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    config: OptimizerConfig,
+    *,
+    parts: bool = False,
+    cut: bool = False,
 ) -> torch.optim.Optimizer:
     """Returns the optimizer of ``config`` for the parameters ``tensors``, which are called ``names``. ``parts`` tells
-    whether the optimizer will update some of the parameters at a time.
+    whether the optimizer will update some of the parameters at a time, and ``cut`` whether a tensor is a shard.
 
     Raises ``BadConfig`` if there is no such optimizer, if it doesn't take the options, or if it can't update shards.
     """
@@ -37,9 +41,7 @@ def make(
             f"{config.name} may need all parameters at once, which states on the disk can't give; leave out "
             "parallel.disk, or use an optimizer such as adamw"
         )
-    if kind.__name__ not in _ELEMENTWISE and any(
-        isinstance(t, DTensor) and t.to_local().shape != t.shape for t in tensors
-    ):
+    if cut and kind.__name__ not in _ELEMENTWISE:
         raise BadConfig(
             f"{config.name} needs whole parameters, but this layout cuts them into shards; use parallel.zero = 0 and "
             "tp 1 with it, or an optimizer such as adamw"
@@ -101,14 +103,12 @@ def _kind(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _groups(names: Sequence[str], tensors: Sequence[torch.Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Returns a parameter group for each pattern and mesh, because tensors of different meshes can't be in one foreach
-    operation. A parameter belongs to the first pattern that matches its name."""
-    found: dict[tuple[Any, str | None], list[torch.Tensor]] = {}
+    """Returns a parameter group for each pattern. A parameter belongs to the first pattern that matches its name."""
+    found: dict[str | None, list[torch.Tensor]] = {}
     for name, tensor in zip(names, tensors, strict=True):
         pattern = next((pattern for pattern in config.groups if fnmatchcase(name, pattern)), None)
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        found.setdefault((mesh, pattern), []).append(tensor)
-    return [{"params": same, **_options(config, pattern)} for (_, pattern), same in found.items()]
+        found.setdefault(pattern, []).append(tensor)
+    return [{"params": same, **_options(config, pattern)} for pattern, same in found.items()]
 
 
 def _options(config: OptimizerConfig, pattern: str | None) -> Mapping[str, Any]:

@@ -23,7 +23,9 @@ from .norm import scale_gradients, share_of_squares
 class MasterOptimizer:
     """The optimizer that ``config`` names, with float32 copies of the parameters if the mode keeps master weights.
 
-    Works on plain parameters and on DTensor shards. Each rank holds copies of its own shards only. If ``disk`` names a
+    Works on plain parameters and on DTensors. A rank steps its own shards as plain tensors, because each operator on
+    DTensors works out its layout anew: the first step would take seconds. Each rank holds copies of its own shards
+    only. If ``disk`` names a
     folder, the copies and the moments are kept there. A step then updates a part of the parameters at a time, while the
     next part is read and the previous part is written. At most three parts are in memory. ``parked`` tells whether the
     parameters and gradients are on the disk too (``accel.train.disk.parameters``, ``accel.train.disk.gradients``).
@@ -38,11 +40,12 @@ class MasterOptimizer:
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.gradients = Gradients(self.parameters, self.disk) if parked and self.disk is not None else None
         self.master: list[torch.Tensor] | None = None
-        stepped: list[torch.Tensor] = list(self.parameters)
         if keeps_master(mode):
             self.master = [self._copied(p) for p in self.parameters]
-            stepped = self.master
-        self.inner = make(self.names, stepped, config, parts=self.disk is not None)
+        whole = self.master or self.parameters
+        self._shards = [_shard(tensor) for tensor in whole]
+        cut = any(shard.shape != tensor.shape for shard, tensor in zip(self._shards, whole, strict=True))
+        self.inner = make(self.names, self._shards, config, parts=self.disk is not None, cut=cut)
 
     def _copied(self, parameter: nn.Parameter) -> torch.Tensor:
         master = parameter.detach().float()
@@ -98,23 +101,24 @@ class MasterOptimizer:
     def _update(self, part: Sequence[int], factor: float) -> None:
         """Updates the parameters with the indices ``part``."""
         scale_gradients((self.parameters[index] for index in part), factor)
-        if self.master is None:
-            self.inner.step()
-            return
-        for index in part:
-            gradient = self.parameters[index].grad
-            self.master[index].grad = None if gradient is None else gradient.float()
-        self.inner.step()
+        held = [(self.parameters[index], self._shards[index]) for index in part]
+        held = [(parameter, shard) for parameter, shard in held if parameter is not shard]
         with torch.no_grad():
-            for index in part:
-                self.parameters[index].copy_(self.master[index])
-                self.master[index].grad = None
+            for parameter, shard in held:
+                if self.master is None:
+                    shard.data = _local(parameter)  # FSDP2 moves a shard to pinned memory
+                shard.grad = _gradient(parameter, shard.dtype)
+            self.inner.step()
+            if self.master is not None and held:
+                torch._foreach_copy_([_local(parameter) for parameter, _ in held], [shard for _, shard in held])
+            for _, shard in held:
+                shard.grad = None
 
     def _parts(self, used: Sequence[bool]) -> Iterator[Sequence[int]]:
         """Yields the parameters that are ``used``, a part at a time, with their states in memory. The inner optimizer
         sees the yielded part alone."""
         assert self.disk is not None
-        groups, stepped = self.inner.param_groups, self.master or self.parameters
+        groups = self.inner.param_groups
         parts = self._cut(used)
         try:
             for number, (group, part) in enumerate(parts):
@@ -122,7 +126,7 @@ class MasterOptimizer:
                 if number + 1 < len(parts):
                     self.disk.fetch(self._needed(parts[number + 1][1]))
                 self.disk.load(self._needed(part))
-                whole, group["params"] = group["params"], [stepped[index] for index in part]
+                whole, group["params"] = group["params"], [self._shards[index] for index in part]
                 self.inner.param_groups = [group]
                 try:
                     yield part
@@ -138,7 +142,7 @@ class MasterOptimizer:
     def _cut(self, used: Sequence[bool]) -> list[tuple[dict[str, Any], list[int]]]:
         """Returns pairs (group, indices of some of its parameters). The states of the parameters of a pair take up to
         ``DISK_PART`` bytes."""
-        places = {id(tensor): index for index, tensor in enumerate(self.master or self.parameters)}
+        places = {id(shard): index for index, shard in enumerate(self._shards)}
         found: list[tuple[dict[str, Any], list[int]]] = []
         for group in self.inner.param_groups:
             size = DISK_PART
@@ -160,7 +164,7 @@ class MasterOptimizer:
                 yield self.parameters[index]
             if self.master is not None and self.parameters[index].dtype != torch.float32:
                 yield self.master[index]
-            for value in self.inner.state.get((self.master or self.parameters)[index], {}).values():
+            for value in self.inner.state.get(self._shards[index], {}).values():
                 if isinstance(value, torch.Tensor) and value.ndim:
                     yield value
 
@@ -199,35 +203,35 @@ class MasterOptimizer:
 
         Leaves out scalars, such as step counts.
         """
-        for tensor in (*(self.master or ()), *(v for state in self.inner.state.values() for v in state.values())):
+        masters = () if self.master is None else self._shards
+        for tensor in (*masters, *(v for state in self.inner.state.values() for v in state.values())):
             if isinstance(tensor, torch.Tensor) and tensor.ndim:
-                yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                yield tensor
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as ``<parameter>.master`` and ``<parameter>.<moment>``."""
+        """Returns the state for a checkpoint, as ``<parameter>.master`` and ``<parameter>.<moment>``. A moment of a
+        DTensor is a DTensor."""
         found: dict[str, Any] = {}
-        stepped = self.master or self.parameters
-        for name, tensor in zip(self.names, stepped, strict=True):
+        for name, whole, shard in zip(self.names, self.master or self.parameters, self._shards, strict=True):
             if self.master is not None:
-                found[f"{name}.master"] = tensor
-            for key, value in self.inner.state.get(tensor, {}).items():
-                found[f"{name}.{key}"] = value
+                found[f"{name}.master"] = whole
+            for key, value in self.inner.state.get(shard, {}).items():
+                found[f"{name}.{key}"] = _as(whole, value)
         return found
 
     def materialize(self) -> None:
         """Allocates the optimizer state before the first step, so that a checkpoint can be read into the state's
         tensors."""
-        stepped = self.master or self.parameters
         old = [dict(group) for group in self.inner.param_groups]
         for group in self.inner.param_groups:
             group.update(lr=0.0, weight_decay=0.0)
-        everything = range(len(stepped))
-        for part in [everything] if self.disk is None else self._parts([True] * len(stepped)):
+        everything = range(len(self._shards))
+        for part in [everything] if self.disk is None else self._parts([True] * len(self._shards)):
             for index in part:
-                stepped[index].grad = torch.zeros_like(stepped[index])
+                self._shards[index].grad = torch.zeros_like(self._shards[index])
             self.inner.step()
             for index in part:
-                stepped[index].grad = None
+                self._shards[index].grad = None
         for group, before in zip(self.inner.param_groups, old, strict=True):
             group.clear()
             group.update(before)
@@ -237,28 +241,27 @@ class MasterOptimizer:
         ``state_dict``. A parameter has no moments in ``saved`` if the parameter got no gradient before the checkpoint,
         or if every step was skipped. Adam's bias correction has to start with the parameter's first gradient.
         """
-        stepped = self.master or self.parameters
-        for name, tensor in zip(self.names, stepped, strict=True):
-            if not any(f"{name}.{key}" in saved for key in self.inner.state.get(tensor, {})):
-                dropped = self.inner.state.pop(tensor, {})
+        for name, shard in zip(self.names, self._shards, strict=True):
+            if not any(f"{name}.{key}" in saved for key in self.inner.state.get(shard, {})):
+                dropped = self.inner.state.pop(shard, {})
                 if self.disk is not None:
                     self.disk.forget(value for value in dropped.values() if isinstance(value, torch.Tensor))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copies a ``state_dict`` into the existing tensors."""
-        stepped = self.master or self.parameters
         with torch.no_grad():
-            for name, tensor in zip(self.names, stepped, strict=True):
+            for name, shard in zip(self.names, self._shards, strict=True):
                 if self.master is not None:
-                    self.take(tensor, state[f"{name}.master"])
-                for key, value in self.inner.state.get(tensor, {}).items():
+                    self.take(shard, state[f"{name}.master"])
+                for key, value in self.inner.state.get(shard, {}).items():
                     if isinstance(value, torch.Tensor):
                         self.take(value, state[f"{name}.{key}"])
                     else:
-                        self.inner.state[tensor][key] = state[f"{name}.{key}"]
+                        self.inner.state[shard][key] = state[f"{name}.{key}"]
 
     def take(self, own: torch.Tensor, value: torch.Tensor) -> None:
-        """Copies ``value`` into ``own``, a parameter or a state."""
+        """Copies ``value`` into ``own``, a parameter or a state. Both have the same layout."""
+        own, value = _local(own), _local(value)
         if self.disk is None:
             own.copy_(value)
         else:
@@ -290,3 +293,29 @@ class _FromDisk(Mapping[str, Any]):
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of ``tensor`` as a plain tensor that shares its memory. Returns a plain ``tensor``
+    itself."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns the gradient of this rank's part of ``parameter``."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
+        gradient = gradient.to_local()
+    return None if gradient is None else gradient.to(dtype)
+
+
+def _as(whole: torch.Tensor, value: Any) -> Any:
+    """Returns a state of this rank's part of ``whole`` with the layout of ``whole``. Returns a scalar, such as a step
+    count, as it is."""
+    if not (isinstance(whole, DTensor) and isinstance(value, torch.Tensor) and value.ndim):
+        return value
+    return DTensor.from_local(
+        value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )

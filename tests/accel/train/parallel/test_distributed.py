@@ -292,18 +292,8 @@ def test_what_adamw_holds_is_cut_anew(results: dict[int, dict[str, Any]]) -> Non
     assert max(abs(a - b) for a, b in zip(results[4]["adamw"]["losses"], whole, strict=True)) < 0.02
 
 
-def _resumed() -> list[str]:
-    return [
-        f"world{source} {a} -> {world} {b}"
-        for world in rows.TAKEN_UP
-        for source in rows.SAVED
-        for a in rows.SAVED[source]
-        for b in rows.TAKEN_UP[world]
-    ]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", launches.marked_one(_resumed(), rows.FAST_RESUMED))
+@pytest.mark.parametrize("name", launches.marked_one(rows.RESUMED, rows.FAST_RESUMED))
 def test_resuming_on_another_layout(results: dict[int, dict[str, Any]], alone: _Alone, name: str) -> None:
     """Fails if resuming on another world size, mesh or ZeRO stage loses a weight, a momentum or the position in the
     data. The losses of steps 6 to 10 must equal the losses of one process that never stopped."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.accel.train.run.kills import Kill, Run, campaign
 
-_PIECES, _KILLS = 20, 5  # of the campaign with a hundred kills
+_PIECES, _KILLS = 20, 5  # The campaign with a hundred kills has _PIECES pieces of _KILLS kills.
 _RESULT = "train_kills.jsonl"
 
 
@@ -25,16 +25,16 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
 
 
 @pytest.mark.proof(seconds=100)
-def test_ten_kills(tmp_path: Path, calm: tuple[Run, float]) -> None:
+def test_five_kills(tmp_path: Path, calm: tuple[Run, float]) -> None:
     """Fails if a kill of the command, of torchrun or of a rank leaves a process or a torn checkpoint. Also fails if the
     same command then doesn't end with the losses and weights of an undisturbed run."""
-    assert len(campaign(tmp_path, calm[0], kills=10, seed=0, seconds=calm[1])) == 10
+    assert len(campaign(tmp_path, calm[0], kills=_KILLS, seed=0, seconds=calm[1])) == _KILLS
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, _PIECES + 1))
 def test_a_hundred_kills(tmp_path: Path, calm: tuple[Run, float], seed: int) -> None:
-    """Fails like ``test_ten_kills``, at a hundred instants. ACCEL_SOAK_RESULTS names a folder for the results."""
+    """Fails like ``test_five_kills``, at a hundred instants. ACCEL_SOAK_RESULTS names a folder for the results."""
     sent = campaign(tmp_path, calm[0], kills=_KILLS, seed=seed, seconds=calm[1])
     assert len(sent) == _KILLS
     if folder := os.environ.get("ACCEL_SOAK_RESULTS"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .case import Case, NotMade
+from ..case import Case, NotMade
 
 _SIZES = {"inception_v3": 96, "maxvit_t": 224, "vit_b_16": 224, "vit_b_32": 224}
 NAMES = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .case import Case
+from ..case import Case
 
 NAMES = [
     "MobileNet",

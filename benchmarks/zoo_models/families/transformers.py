@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .case import Case, NotMade
+from ..case import Case, NotMade
 
 # Names of mappings in transformers. Each mapping lists the architectures that have a certain head. The zoo uses the
 # first mapping that contains the architecture.

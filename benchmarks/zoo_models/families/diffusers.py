@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .case import Case
+from ..case import Case
 
 _BLOCKS = {
     "block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 16, "norm_num_groups": 8,

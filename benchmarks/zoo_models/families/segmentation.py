@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .case import Case
+from ..case import Case
 
 NAMES = [
     "Unet",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .case import Case, NotMade
+from ..case import Case, NotMade
 
 _SIDE, _LENGTH, _FEATURES = 32, 12, 16
 
