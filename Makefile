@@ -73,7 +73,7 @@ $(VENV)/s3/ready $(VENV)/ray/ready: $(VENV)/%/ready: tests/serve/%.txt | $(VENV)
 	$(PIP) --no-deps --no-compile --only-binary=:all: --target $(@D) -r $<
 	@touch $@
 
-proof: $(VENV)/ready  ## run the long proofs: every shipped kernel, the longest tests of the rest
+proof: $(VENV)/ready  ## run the long proofs: every shipped Triton kernel, the longest tests of the rest
 	$(COMPILE)
 	$(BIN)/python -m pytest -q $(TWO) -m proof
 

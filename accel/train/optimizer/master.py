@@ -298,7 +298,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _shard(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of ``tensor`` as a plain tensor that shares its memory. Returns a plain ``tensor``
     itself."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return _local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
 
 
 def _gradient(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:

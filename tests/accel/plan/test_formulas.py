@@ -128,8 +128,7 @@ def test_states_and_traffic_at_1024_ranks() -> None:
     assert found.sent == pytest.approx(data_parallel_bytes(spec, layout))
 
 
-@pytest.mark.proof
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_seven_billion_on_64_ranks_simulated() -> None:
     """Checks that the simulated model states of a 7.5 B model at ZeRO 3 take 1.9 GB per rank on 64 ranks, within 2
     %."""

@@ -116,7 +116,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return made
 
 
-@pytest.mark.proof(seconds=300)  # to compile the library, in a fresh clone
+@pytest.mark.nightly  # to compile the library takes ten minutes of a processor
 @pytest.mark.timeout(3600)
 def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> None:
     """Checks that each tile has a kernel for each of its architectures, and that each kernel contains its family's
@@ -134,7 +134,7 @@ def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> 
     assert all(kernels.values()), "a GEMM without a matrix instruction"
 
 
-@pytest.mark.proof
+@pytest.mark.nightly
 def test_the_tree_and_a_library_for_hopper_stay_small(library: build.Built) -> None:
     """Fails if the repository and a library for sm_90a together take 60 MB or more. Building all units for sm_90a takes
     many minutes, so the test multiplies the mean size of a built kernel by the number of kernels."""
@@ -151,14 +151,14 @@ def test_the_tree_and_a_library_for_hopper_stay_small(library: build.Built) -> N
     assert tree + library.path.stat().st_size / here * hopper < 60e6
 
 
-@pytest.mark.proof
+@pytest.mark.nightly
 def test_the_library_names_what_it_holds(library: build.Built) -> None:
     loaded = Library(library.path)
     assert set(loaded.gemms) == {name for name, config in NATIVE.items() if config.unit.name in PROVEN}
     assert sorted(loaded.gemms.values()) == list(range(len(loaded.gemms)))
 
 
-@pytest.mark.proof
+@pytest.mark.nightly
 def test_check_reads_the_library(library: build.Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Fails if `accel kernels check` approves a library without reading the library file."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(library.path))
@@ -180,7 +180,7 @@ def problem(**changed: object) -> Problem:
     return Problem(**{**given, "act": ACTS["silu"], **changed})
 
 
-@pytest.mark.proof
+@pytest.mark.nightly
 def test_a_wrong_call_gets_its_error_code(library: build.Built) -> None:
     """Checks that each wrong field of the problem's struct gives the right error code. The test changes every field to
     find a struct layout that differs between C and Python."""

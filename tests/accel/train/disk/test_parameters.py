@@ -205,7 +205,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_with_three_times_the_memory_trains(tmp_path: Path) -> None:
     """Fails if a run of one rank needs more memory than 28% of its parameters, gradients and states, from the making of
     the model on, or if it trains to other losses than a run in memory. The model that the factory makes takes 25%. With

@@ -42,7 +42,7 @@ def _read(path: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_interpreters")
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_killed_launcher_takes_its_ranks_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
 ) -> None:
