@@ -22,6 +22,7 @@ from .parallel.context import Cut
 from .parallel.zero import micro_batch
 from .precision.delayed import History
 from .precision.modes import autocast, parameter_dtype
+from .shards import local
 
 
 class Passes(Protocol):
@@ -108,8 +109,7 @@ def take_part(outputs: Any) -> None:
     """Runs the backward pass on a rank that has no sample, because the collectives of the other ranks wait for this
     rank."""
     whole = tensor_of(outputs)
-    local = whole.to_local() if isinstance(whole, DTensor) else whole
-    torch.autograd.backward((local * 0).sum())
+    torch.autograd.backward((local(whole) * 0).sum())
 
 
 def take(batches: Iterator[Batch], count: int) -> list[Batch]:

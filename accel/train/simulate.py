@@ -34,6 +34,7 @@ from .parallel.tensor import distribute, match
 from .parallel.zero import micro_batch, shard
 from .precision.modes import parameter_dtype
 from .recompute import recompute
+from .shards import local
 
 
 @dataclass(kw_only=True)
@@ -95,7 +96,7 @@ def simulate(
                     x, y = inputs()
                     last = index == layout.accumulation - 1
                     with micro_batch(called, zero, last=last), loss_parallel() if cut is not None else nullcontext():
-                        with SavedBytes(_locals(module.parameters())) as saved:
+                        with SavedBytes(map(local, module.parameters())) as saved:
                             loss, _ = cross_entropy(called(x), y)
                         found.parameters = max(found.parameters, _bytes(module.parameters()))
                         if mesh is None:
@@ -197,12 +198,8 @@ def fake_world(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-
-
 def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    return sum(t.numel() * t.element_size() for t in _locals(t for t in tensors if t is not None))
+    return sum(t.numel() * t.element_size() for t in map(local, (t for t in tensors if t is not None)))
 
 
 class Sent(TorchDispatchMode):

@@ -1,1 +1,1 @@
-"""Makes and tries the models of ``benchmarks/zoo.py``. The models are in ``families`` and ``own``."""
+"""Makes and tries the models of ``benchmarks/zoo.py``. The packages ``families`` and ``own`` make the models."""

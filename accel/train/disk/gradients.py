@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from ..shards import local
 from .store import Disk
 
 
@@ -43,11 +43,11 @@ class Gradients:
             place = self._places[index] = torch.empty_like(gradient)
         if index in self._norms:
             self.disk.load([place])
-            _local(place).add_(_local(gradient))
+            local(place).add_(local(gradient))
         else:
             self.disk.renew(place)
-            _local(place).copy_(_local(gradient))
-        self._norms[index] = torch._foreach_norm([_local(place)], 2, dtype=torch.float32)[0]
+            local(place).copy_(local(gradient))
+        self._norms[index] = torch._foreach_norm([local(place)], 2, dtype=torch.float32)[0]
         self.disk.keep(place)
         if self._last is not None:  # so that a slow disk doesn't fill the memory
             self.disk.wait([self._last])
@@ -61,7 +61,3 @@ class Gradients:
     def drop(self) -> None:
         """Gives up the values of this step."""
         self._norms.clear()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from accel.errors import CannotWrite, TrainingFailed, no_space, one_line
+
+from ..shards import local, with_layout
 
 
 @dataclass
@@ -144,14 +145,10 @@ class Disk:
         self._wait_for_write(place)
         host = torch.empty(place.size, dtype=torch.uint8)
         self._read(place, host)
-        local = _local(tensor)
-        filled = torch.empty(0, dtype=local.dtype, device=local.device)
-        filled.set_(host.to(local.device).untyped_storage(), local.storage_offset(), local.shape, local.stride())
-        if not isinstance(tensor, DTensor):
-            return filled
-        return DTensor.from_local(
-            filled, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        part = local(tensor).detach()
+        filled = torch.empty(0, dtype=part.dtype, device=part.device)
+        filled.set_(host.to(part.device).untyped_storage(), part.storage_offset(), part.shape, part.stride())
+        return with_layout(filled, tensor)
 
     def take(self, own: torch.Tensor, value: torch.Tensor) -> None:
         """Copies ``value`` into ``own``. Each of the two may be on the disk."""
@@ -224,12 +221,8 @@ class Disk:
         )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return _local(tensor).untyped_storage()
+    return local(tensor).detach().untyped_storage()
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from ..shards import local
 from .master import MasterOptimizer
 
 
@@ -48,5 +48,4 @@ def _bad(optimizer: MasterOptimizer, world: int, *, gradients: bool) -> Sequence
 
 
 def _is_bad(value: torch.Tensor | None) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local is not None and not bool(torch.isfinite(local).all())
+    return value is not None and not bool(torch.isfinite(local(value)).all())

@@ -16,6 +16,7 @@ from ..config.schema import OptimizerConfig
 from ..disk.gradients import Gradients
 from ..disk.store import Disk
 from ..precision.modes import keeps_master
+from ..shards import local, with_layout
 from .make import FACTOR, make
 from .norm import scale_gradients, share_of_squares
 
@@ -23,12 +24,13 @@ from .norm import scale_gradients, share_of_squares
 class MasterOptimizer:
     """The optimizer that ``config`` names, with float32 copies of the parameters if the mode keeps master weights.
 
-    Works on plain parameters and on DTensors. A rank steps its own shards as plain tensors, because each operator on
-    DTensors works out its layout anew: the first step would take seconds. Each rank holds copies of its own shards
-    only. If ``disk`` names a
-    folder, the copies and the moments are kept there. A step then updates a part of the parameters at a time, while the
-    next part is read and the previous part is written. At most three parts are in memory. ``parked`` tells whether the
-    parameters and gradients are on the disk too (``accel.train.disk.parameters``, ``accel.train.disk.gradients``).
+    Works on plain parameters and on DTensors. Each rank copies and updates its own shards only, as plain tensors. With
+    DTensors, the first step would take seconds longer, because DTensor then works out the layouts of all operators.
+
+    If ``disk`` names a folder, the copies and the moments are kept there. A step then updates a part of the parameters
+    at a time, while the next part is read and the previous part is written. At most three parts are in memory.
+    ``parked`` tells whether the parameters and gradients are on the disk too (``accel.train.disk.parameters``,
+    ``accel.train.disk.gradients``).
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class MasterOptimizer:
         if keeps_master(mode):
             self.master = [self._copied(p) for p in self.parameters]
         whole = self.master or self.parameters
-        self._shards = [_shard(tensor) for tensor in whole]
+        self._shards = [local(t.detach()) if isinstance(t, DTensor) else t for t in whole]
         cut = any(shard.shape != tensor.shape for shard, tensor in zip(self._shards, whole, strict=True))
         self.inner = make(self.names, self._shards, config, parts=self.disk is not None, cut=cut)
 
@@ -106,11 +108,11 @@ class MasterOptimizer:
         with torch.no_grad():
             for parameter, shard in held:
                 if self.master is None:
-                    shard.data = _local(parameter)  # FSDP2 moves a shard to pinned memory
+                    shard.data = local(parameter)  # FSDP2 may have moved the shard to pinned memory
                 shard.grad = _gradient(parameter, shard.dtype)
             self.inner.step()
             if self.master is not None and held:
-                torch._foreach_copy_([_local(parameter) for parameter, _ in held], [shard for _, shard in held])
+                torch._foreach_copy_([local(parameter) for parameter, _ in held], [shard for _, shard in held])
             for _, shard in held:
                 shard.grad = None
 
@@ -147,7 +149,7 @@ class MasterOptimizer:
         for group in self.inner.param_groups:
             size = DISK_PART
             for index in (places[id(tensor)] for tensor in group["params"]):
-                own = 12 * _local(self.parameters[index]).numel()  # a master copy and two moments
+                own = 12 * local(self.parameters[index]).numel()  # a master copy and two moments
                 if used[index]:
                     if size + own > DISK_PART:
                         found.append((group, []))
@@ -216,7 +218,8 @@ class MasterOptimizer:
             if self.master is not None:
                 found[f"{name}.master"] = whole
             for key, value in self.inner.state.get(shard, {}).items():
-                found[f"{name}.{key}"] = _as(whole, value)
+                scalar = not (isinstance(value, torch.Tensor) and value.ndim)  # such as a step count
+                found[f"{name}.{key}"] = value if scalar else with_layout(value, whole)
         return found
 
     def materialize(self) -> None:
@@ -260,8 +263,8 @@ class MasterOptimizer:
                         self.inner.state[shard][key] = state[f"{name}.{key}"]
 
     def take(self, own: torch.Tensor, value: torch.Tensor) -> None:
-        """Copies ``value`` into ``own``, a parameter or a state. Both have the same layout."""
-        own, value = _local(own), _local(value)
+        """Copies ``value`` into the parameter or state ``own``, which has the same layout."""
+        own, value = local(own), local(value)
         if self.disk is None:
             own.copy_(value)
         else:
@@ -291,31 +294,11 @@ class _FromDisk(Mapping[str, Any]):
         return len(self.tensors)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of ``tensor`` as a plain tensor that shares its memory. Returns a plain ``tensor``
-    itself."""
-    return _local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
-
-
 def _gradient(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns the gradient of this rank's part of ``parameter``."""
+    """Returns the gradient of this rank's part of ``parameter``, or None if ``parameter`` has no gradient."""
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        if gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(placements=parameter.placements)
-        gradient = gradient.to_local()
-    return None if gradient is None else gradient.to(dtype)
-
-
-def _as(whole: torch.Tensor, value: Any) -> Any:
-    """Returns a state of this rank's part of ``whole`` with the layout of ``whole``. Returns a scalar, such as a step
-    count, as it is."""
-    if not (isinstance(whole, DTensor) and isinstance(value, torch.Tensor) and value.ndim):
-        return value
-    return DTensor.from_local(
-        value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    if gradient is None:
+        return None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local(gradient).to(dtype)

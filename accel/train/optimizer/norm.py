@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..shards import local
+
 
 @torch.no_grad()
 def share_of_squares(
@@ -43,8 +45,6 @@ def share_of_squares(
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiplies every gradient by ``factor``, in place."""
-    gradients: list[torch.Tensor] = [
-        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
-    ]
+    gradients: list[torch.Tensor] = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)

@@ -39,6 +39,8 @@ from torch.distributed.tensor.parallel import (
 
 from accel.errors import BadConfig, BadData, TrainingFailed
 
+from ..shards import local
+
 _SEQUENCE = 1
 
 
@@ -260,8 +262,7 @@ def check_replicated(
     if not outside:
         return
     found = [value(p.grad) for _, p in outside]
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
-    norms = torch.stack([g.double().norm() for g in local if g is not None])
+    norms = torch.stack([local(gradient).double().norm() for gradient in found if gradient is not None])
     all_norms = [torch.empty_like(norms) for _ in range(mesh.size())]
     dist.all_gather(all_norms, norms, group=mesh.get_group())
     largest = torch.stack(all_norms).amax(0)

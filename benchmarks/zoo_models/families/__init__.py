@@ -1,4 +1,4 @@
-"""Makes the models of libraries and files, with one module for each family. The models of ``zoo_models.own`` are ours.
+"""Makes models of libraries, and reads model files. Each module makes one family.
 
 In each module, ``make(name)`` returns a ``Case``. ``NAMES`` or ``names()`` has the names of the models.
 """

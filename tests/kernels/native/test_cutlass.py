@@ -116,7 +116,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return made
 
 
-@pytest.mark.nightly  # to compile the library takes ten minutes of a processor
+@pytest.mark.nightly  # It takes minutes to compile the library.
 @pytest.mark.timeout(3600)
 def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> None:
     """Checks that each tile has a kernel for each of its architectures, and that each kernel contains its family's

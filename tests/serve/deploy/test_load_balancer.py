@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 SERVERS, CLIENTS, TRIES = 3, 4, 5
-# The balancer sees no difference between grpcio's two transports.
+# tests/serve/process/test_drain.py proves the drain on every transport.
 TRANSPORTS = ("cygrpc", "native")
 
 

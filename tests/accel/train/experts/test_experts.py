@@ -22,7 +22,8 @@ from accel.train.experts.dispatch import distribute
 from accel.train.loop import Trainer
 from accel.train.parallel.zero import shard
 from accel.train.run.launch import train
-from accel.train.simulate import _locals, fake_world
+from accel.train.shards import local
+from accel.train.simulate import fake_world
 from tests.support.runs import SMALL, config_of, logged, trainer_of
 
 MOE = f"{SMALL}:moe"
@@ -132,10 +133,10 @@ def test_the_plan_counts_experts_once() -> None:
         model = make_model(MOE, 0)
         experts = distribute(model, mesh["ep"], 0.0)
         shard(model, mesh["beside", "ep"]._flatten("dp"), 3, experts=experts, beside=mesh["beside"])
-        local = {name: _locals([p])[0].numel() for name, p in model.named_parameters()}
-    assert sum(size for name, size in local.items() if ".experts." in name) == spec.expert_params / 4
+        sizes = {name: local(p).numel() for name, p in model.named_parameters()}
+    assert sum(size for name, size in sizes.items() if ".experts." in name) == spec.expert_params / 4
     # A rank of FSDP has up to one row more than its share.
-    assert found.memory.parameters == pytest.approx(4 * sum(local.values()), rel=0.03)
+    assert found.memory.parameters == pytest.approx(4 * sum(sizes.values()), rel=0.03)
     sent = (
         2 * 2 * 2 * (2 * 4 * 16 * 32 * 4) / 2
     )  # 2 micro-batches, 2 blocks, 2 passes, 2 all-to-alls of half the copies

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from accel.plan.measure import SavedBytes, blocks
 from accel.train import passes
@@ -192,6 +193,8 @@ def of_shared_sequences(start: Start, names: Sequence[str], world: int, folder: 
     over each axis."""
     found = {}
     for name in names:
+        # DTensor would send over the groups of an earlier layout whose mesh has the same ranks.
+        _clear_sharding_prop_cache()
         trainer = start([*SHARED[world][name], "micro_batch=2"], folder / "none")
         batches = trainer.batches()
         trainer.one_step(batches)

@@ -332,9 +332,9 @@ FAST: dict[int, tuple[str, ...]] = {
 }
 # `make test` checks the layouts in FAST_GRADIENTS.
 FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp", "cp_tp")}
-# These runs save a checkpoint with a layout of SAVED and resume from it with a layout of TAKEN_UP. A checkpoint is the
-# same whichever layout reads it, so each layout saves and resumes at least twice, and not with every other layout.
-# `make test` runs FAST_RESUMED, in which each layout saves and resumes once.
+# In each run of RESUMED, a layout of SAVED saves a checkpoint, and a layout of TAKEN_UP resumes from it. Every layout
+# saves and resumes at least twice. A checkpoint doesn't depend on the layout that will read it, so the other pairs are
+# left out. `make test` runs FAST_RESUMED, in which every layout saves and resumes at least once.
 FAST_RESUMED = (
     "world2 ddp -> 4 zero3",
     "world2 zero1 -> 4 hsdp",

@@ -149,6 +149,9 @@ from accel.train.loss import cross_entropy as dies
 """,
 }
 
+# Each of these kills takes a minute.
+_MINUTES = ("in a checkpoint", "in the consolidation")
+
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -198,13 +201,7 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
-    [
-        # torchrun waits for the other rank here, which takes half a minute
-        pytest.param(where, marks=pytest.mark.nightly)
-        if where in ("in a checkpoint", "in the consolidation")
-        else where
-        for where in _KILLS
-    ],
+    [pytest.param(where, marks=pytest.mark.nightly if where in _MINUTES else ()) for where in _KILLS],
 )
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
     """Checks that the run restarts after a SIGKILL, and resumes from the last complete checkpoint. Also checks that the

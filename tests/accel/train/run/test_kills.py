@@ -11,7 +11,7 @@ import pytest
 
 from tests.accel.train.run.kills import Kill, Run, campaign
 
-_PIECES, _KILLS = 20, 5  # The campaign with a hundred kills has _PIECES pieces of _KILLS kills.
+_PIECES, _KILLS = 20, 5  # A hundred kills are 20 pieces of 5 kills.
 _RESULT = "train_kills.jsonl"
 
 
