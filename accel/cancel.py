@@ -31,6 +31,15 @@ AGAIN = 5.0
 # Ctrl-C sets this event, because the exporters of some libraries swallow KeyboardInterrupt.
 _interrupted = threading.Event()
 
+
+class _Shield(threading.local):
+    """Holds a lock for each thread. A thread that owns its lock isn't interrupted."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
+_shield = _Shield()
 _checks: contextvars.ContextVar[tuple[Check, ...]] = contextvars.ContextVar("accel_cancel_checks", default=())
 
 
@@ -93,6 +102,14 @@ def interrupts_recorded() -> Iterator[None]:
         forget_interrupt()  # so that the next call doesn't end
 
 
+def uninterrupted() -> threading._RLock:
+    """Returns a context manager. ``interruptible`` interrupts this thread before or after its block, but not inside.
+
+    Code that makes or removes something uses such a block, so that it leaves nothing half made.
+    """
+    return _shield.lock
+
+
 def cancellable() -> bool:
     """Tells whether a check is set for the current work."""
     return bool(_checks.get())
@@ -111,7 +128,10 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
     done = threading.Event()
     caller = threading.get_ident()
     watch = threading.Thread(
-        target=contextvars.copy_context().run, args=(_watch, caller, done), name="accel-cancel", daemon=True
+        target=contextvars.copy_context().run,
+        args=(_watch, caller, _shield.lock, done),
+        name="accel-cancel",
+        daemon=True,
     )
     try:
         try:
@@ -128,14 +148,19 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _watch(caller: int, done: threading.Event) -> None:
+def _watch(caller: int, lock: threading._RLock, done: threading.Event) -> None:
     pause = INTERVAL
     while not done.wait(pause):
         try:
             check_cancelled()
         except Exception:
-            _raise_inside(caller, Interrupted)
-            pause = AGAIN
+            # Waiting for the lock would interrupt the caller right after its block, before it has stored what it made.
+            if lock.acquire(blocking=False):
+                try:
+                    _raise_inside(caller, Interrupted)
+                finally:
+                    lock.release()
+                pause = AGAIN
 
 
 def _raise_inside(thread: int, error: type[BaseException] | None) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from accel.cancel import INTERVAL, Interrupted, cancellable, check_cancelled
+from accel.cancel import INTERVAL, Interrupted, cancellable, check_cancelled, uninterrupted
 from accel.errors import AccelError, ChildCrashed
 from accel.machine import collect_rarely
 from accel.progress import report, watched_by
@@ -80,6 +80,19 @@ class Child:
         folder: Path | None = None,
         hidden: Sequence[str] = (),
     ) -> None:
+        with uninterrupted():
+            self._start(dict(inherited), dict(env or {}), folder, hidden)
+        if make is not None:
+            try:
+                self._reply(("make", make, dict(arguments or {})), None)
+            except BaseException:
+                self.kill()
+                self.close()
+                raise
+
+    def _start(
+        self, inherited: dict[str, str], env: dict[str, str], folder: Path | None, hidden: Sequence[str]
+    ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._before = 0  # the size of the log when the current call began
         ours, theirs = Pipe()
@@ -97,20 +110,8 @@ class Child:
                 # parent ends the child.
                 start_new_session=True,
                 cwd=folder,
-                env={
-                    **inherited,
-                    "PYTHONPATH": import_path(),
-                    **own_temporary(self._temporary.name),
-                    **(env or {}),
-                },
+                env={**inherited, "PYTHONPATH": import_path(), **own_temporary(self._temporary.name), **env},
             )
-        if make is not None:
-            try:
-                self._reply(("make", make, dict(arguments or {})), None)
-            except BaseException:
-                self.kill()
-                self.close()
-                raise
 
     def call(self, name: str, /, timeout: float | None = None, **arguments: Any) -> Any:
         """Calls ``name`` in the child and returns the result.
@@ -190,6 +191,10 @@ class Child:
     def close(self) -> None:
         """Ends the child and removes the child's temporary files. Kills the child if it is still running after 5
         seconds."""
+        with uninterrupted():
+            self._close()
+
+    def _close(self) -> None:
         self._pipe.close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -207,9 +212,10 @@ class Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.kill()
-        self.close()
+        with uninterrupted():
+            if error is not None:
+                self.kill()
+            self.close()
 
 
 def run_in_child(target: str, /, timeout: float | None = None, *, hidden: Sequence[str] = (), **arguments: Any) -> Any:
@@ -232,17 +238,19 @@ def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
     (``accel.cancel``). After ``timeout`` seconds, kills the program and raises ``TimeoutError``.
     """
     deadline = time.monotonic() + timeout
-    with subprocess.Popen(
-        bound(words),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": import_path()},
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+    with uninterrupted():
+        started = subprocess.Popen(
+            bound(words),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": import_path()},
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    with started as process:
         try:
             while True:
                 try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx.parser
@@ -132,6 +135,36 @@ def test_a_child_that_reports_nothing_is_killed() -> None:
         child.call("signal:pause")
     assert not Path(f"/proc/{child.pid}").exists()
     child.close()
+
+
+@pytest.mark.parametrize("start", ["a child", "a program"])
+def test_a_process_that_is_being_started_is_not_left_behind(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a cancellation that comes while a process is being started leaves the process running, or leaves the
+    log or the temporary folder of a child open."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def slow(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        end = time.monotonic() + 3 * cancel.INTERVAL
+        while time.monotonic() < end:  # a busy machine takes long to start a process
+            time.sleep(0.01)
+        return started[0]
+
+    def work() -> None:
+        if start == "a child":
+            run_in_child("signal:pause")
+        else:
+            run_program(["/bin/sleep", "600"], folder=tmp_path, timeout=600)
+
+    monkeypatch.setattr(subprocess, "Popen", slow)
+    with pytest.raises(GivenUp), cancelled_by(soon()):
+        interruptible(work)
+    assert started[0].returncode == -signal.SIGKILL
+    started.clear()
+    gc.collect()  # warns about what is still open
 
 
 def test_a_program_that_reports_nothing_is_killed(tmp_path: Path) -> None:
