@@ -8,6 +8,7 @@ written under a temporary name and then renamed, so that an entry is either comp
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -186,15 +187,20 @@ class StageCache:
         entries = []
         for entry in self._stages.iterdir():
             with contextlib.suppress(OSError):  # another process may have removed the entry
-                size = sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
                 if entry.name != keep:
-                    entries.append((entry.stat().st_mtime, size, entry))
+                    entries.append((entry.stat().st_mtime, _size(entry), entry))
         total = sum(size for _, size, _ in entries)
         for _, size, entry in sorted(entries):
             if total <= limit:
                 break
             shutil.rmtree(entry, ignore_errors=True)
             total -= size
+
+
+@functools.lru_cache(maxsize=100_000)
+def _size(entry: Path) -> int:
+    """Returns the size of an entry in bytes. Remembers the size, because the files of an entry never change."""
+    return sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
 
 
 def _alive(pid: str) -> bool:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MOST_BYTES = 1 << 29
-_kept: OrderedDict[Run, dict[str, np.ndarray]] = OrderedDict()
 _lock = threading.Lock()  # threads can export at the same time
 
 
@@ -37,27 +36,54 @@ class Run(NamedTuple):
         return cls(model, runtime, digest.hexdigest())
 
 
+class _Kept:
+    """Maps each run to its outputs. The run that was used last is the last in the order."""
+
+    def __init__(self) -> None:
+        self.outputs: OrderedDict[Run, dict[str, np.ndarray]] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, run: Run, outputs: dict[str, np.ndarray]) -> None:
+        """Adds ``outputs``, and drops the oldest outputs if all of them take more than 512 MiB."""
+        self.take(run)
+        self.outputs[run] = outputs
+        self._bytes += _size(outputs)
+        while self._bytes > _MOST_BYTES:
+            self.take(next(iter(self.outputs)))
+
+    def take(self, run: Run) -> dict[str, np.ndarray] | None:
+        """Removes the outputs of ``run`` and returns them, or None if they aren't kept."""
+        outputs = self.outputs.pop(run, None)
+        self._bytes -= _size(outputs or {})
+        return outputs
+
+
+def _size(outputs: Mapping[str, np.ndarray]) -> int:
+    return sum(value.nbytes for value in outputs.values())
+
+
+_kept = _Kept()
+
+
 def find(run: Run) -> dict[str, np.ndarray] | None:
     """Returns the outputs of ``run``, or None if they aren't kept."""
     with _lock:
-        if run in _kept:
-            _kept.move_to_end(run)
-        return _kept.get(run)
+        if run in _kept.outputs:
+            _kept.outputs.move_to_end(run)
+        return _kept.outputs.get(run)
 
 
 def keep(run: Run, outputs: dict[str, np.ndarray]) -> None:
     """Keeps ``outputs``. Drops the oldest outputs if all kept outputs take more than 512 MiB."""
     with _lock:
-        _kept[run] = outputs
-        while sum(value.nbytes for kept in _kept.values() for value in kept.values()) > _MOST_BYTES:
-            _kept.popitem(last=False)
+        _kept.put(run, outputs)
 
 
 def rename(model: str, digest: str, names: Sequence[str]) -> None:
     """Keeps the outputs of the model that was called ``model`` until its sha256 ``digest`` was known. ``names`` are the
     names of the outputs, in order."""
     with _lock:
-        for run in [run for run in _kept if run.model == model]:
-            outputs = _kept.pop(run)
-            if len(outputs) == len(names):
-                _kept[run._replace(model=digest)] = dict(zip(names, outputs.values(), strict=True))
+        for run in [run for run in _kept.outputs if run.model == model]:
+            outputs = _kept.take(run)
+            if outputs is not None and len(outputs) == len(names):
+                _kept.put(run._replace(model=digest), dict(zip(names, outputs.values(), strict=True)))

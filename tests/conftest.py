@@ -9,7 +9,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,10 +77,11 @@ def _forked_children() -> Iterator[None]:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    server = Server("child")
-    with server.installed():
+    with ExitStack() as stack:
+        for server in (Server("child"), Server("simplifier")):
+            stack.enter_context(server.installed())
+            stack.callback(server.end)
         yield
-    server.end()
 
 
 @pytest.fixture

@@ -43,12 +43,14 @@ class Kind:
     forked process has only a copy of the thread that forked.
 
     Modules in ``forked`` run in a fork of the server. Of these, ``starting`` start further processes. The server
-    imports no module in ``absent``, so that a process may hide them (``Child(hidden=)``)."""
+    imports no module in ``absent``, so that a process may hide them (``Child(hidden=)``). If ``hidden`` isn't empty,
+    the server hides these modules before its imports, and forks only processes that hide exactly these."""
 
     forked: tuple[str, ...]
     imported: tuple[str, ...]
     starting: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
 
 
 KINDS = {
@@ -82,7 +84,13 @@ KINDS = {
             "accel.timing.blocks",
             "onnx",
         ),
-        absent=("onnxruntime", "onnxsim", "openvino", "tensorflow", "torch", "transformers"),
+        absent=("onnxruntime", "onnxsim", "openvino", "sympy", "tensorflow", "torch", "transformers"),
+    ),
+    # Importing onnxsim takes longer than simplifying a small model.
+    "simplifier": Kind(
+        forked=("accel.child",),
+        imported=("accel.converters.graph.simplify", "onnx", "onnxsim"),
+        hidden=("torch", "sympy"),
     ),
 }
 # A new interpreter reads these variables when it starts, so a fork needs the same.
@@ -276,8 +284,10 @@ def _is_alike(
     for name in {*environment, *started_with}:
         if name.startswith(_AT_START) and name != "PYTHONPATH" and environment.get(name) != started_with.get(name):
             return False
-    if module == "accel.child" and not set(words[2:]) <= set(kind.absent):
-        return False
+    if module == "accel.child":
+        hidden = set(words[2:])
+        if hidden != set(kind.hidden) if kind.hidden else not hidden <= set(kind.absent):
+            return False
     known = {*started_with.get("PYTHONPATH", "").split(os.pathsep), *sys.path[-3:]}
     others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in known]
     return not any(_replaces_a_module(Path(folder), kind) for folder in others)
@@ -362,6 +372,7 @@ def fresh() -> Iterator[None]:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     chosen = KINDS[sys.argv[1]]
+    sys.modules.update(dict.fromkeys(chosen.hidden))  # type: ignore[arg-type]  # None makes an import fail
     for name in chosen.imported:
         importlib.import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "an import started a thread"

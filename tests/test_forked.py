@@ -58,6 +58,25 @@ def was_forked() -> bool:
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
+def test_the_simplifier_has_imported_onnxsim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a child that simplifies imports onnxsim again, or has one of the modules that it hides."""
+    from accel.converters.graph.simplify import _HIDDEN
+
+    server = Server("simplifier")
+    with server.installed():
+        with Child(hidden=_HIDDEN) as child:
+            found = child.call("tests.test_forked:imported")
+        with Child(hidden=("torch",)) as child:
+            assert not child.call("tests.test_forked:imported")["onnxsim"]
+    server.end()
+    assert found == {"onnxsim": True, "torch": False, "sympy": False}
+
+
+def imported() -> dict[str, bool]:
+    return {name: sys.modules.get(name) is not None for name in ("onnxsim", "torch", "sympy")}
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_it_equals_a_new_interpreter(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a forked child has another parent, folder, environment, limit or command than a new interpreter, or
     has imported a module that it hides."""

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # simplification. MiniLM has 279 nodes after a simplification without the pass, and 339 nodes after a simplification
 # with the pass.
 _SKIPPED = ("fuse_matmul_add_bias_into_gemm_batched",)
+# onnxsim imports these if they are installed, but doesn't need them here. Importing sympy takes half a second.
+_HIDDEN = ("torch", "sympy")
 
 
 class SimplifyFailed(StageFailed):
@@ -66,7 +68,7 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
             run_in_child(
                 "accel.converters.graph.simplify:run_onnxsim",
                 timeout=config.timeout,
-                hidden=("torch",),
+                hidden=_HIDDEN,
                 path=given,
                 out=made,
                 skip=[*_SKIPPED, *config.skip],

@@ -37,3 +37,20 @@ def test_threads_share_the_kept_outputs(monkeypatch: pytest.MonkeyPatch, eager_t
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(keep, range(4))) == [list(range(60))] * 4
+
+
+def test_the_oldest_outputs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if more bytes are kept than the limit allows, or less, because replaced or renamed outputs still count."""
+    monkeypatch.setattr(kept_outputs, "_kept", type(kept_outputs._kept)())
+    monkeypatch.setattr(kept_outputs, "_MOST_BYTES", 2000)
+    first, second, third = (Run("model", "torch", f"{index}") for index in range(3))
+    for run in (first, second, second, first):
+        kept_outputs.keep(run, {"y": np.zeros(1000, np.int8)})
+    kept_outputs.rename("model", "digest", ["y"])
+    first, second = first._replace(model="digest"), second._replace(model="digest")
+    assert kept_outputs.find(second)
+    assert kept_outputs.find(first)
+    kept_outputs.keep(third, {"y": np.zeros(1000, np.int8)})
+    assert [kept_outputs.find(run) is not None for run in (first, second, third)] == [True, False, True]
+    kept_outputs.keep(third, {"y": np.zeros(3000, np.int8)})
+    assert not any(map(kept_outputs.find, (first, second, third)))
