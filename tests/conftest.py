@@ -27,8 +27,8 @@ pytest_plugins = ["tests.support.tensorflow_models"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Python functions would show their progress on stderr, which many tests read.
 os.environ.setdefault("ACCEL_QUIET", "1")
-# Two pytest workers and their children share the cores. So a thread that waits must not spin, and PyTorch needs no second
-# thread, which costs a tenth of the time. OpenMP reads both variables when PyTorch is imported.
+# Two pytest workers and their children share the cores. So a thread that waits must not spin, and PyTorch needs no
+# second thread, which costs a tenth of the time. OpenMP reads both variables when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

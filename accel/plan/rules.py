@@ -165,10 +165,11 @@ def shape_problems(
 
 
 def fit_problems(
-    *, tp: int, pp: int, cp: int, ring: bool, layers: int, heads: int, kv_heads: int, seq: int
+    *, tp: int, pp: int, cp: int, ring: bool, sequence: bool, layers: int, heads: int, kv_heads: int, seq: int
 ) -> Iterator[str]:
     """Yields a message for each problem of a possible layout with a model's shape. A value of 0 means unknown. ``ring``
-    tells whether context parallel is ring attention, which doesn't divide the heads."""
+    tells whether context parallel is ring attention, which doesn't divide the heads. ``sequence`` tells whether
+    tensor-parallel ranks also share the sequence."""
     kv_heads = kv_heads or heads
     if pp > 1 and layers and pp > layers:
         yield f"{layers} layers can't be cut into {pp} pipeline stages; use a smaller pp"
@@ -179,6 +180,12 @@ def fit_problems(
         )
     if seq % cp:
         yield f"the context-parallel size {cp} has to divide {seq} tokens of a sequence evenly; use a divisor of {seq}"
+    elif sequence and seq // cp % tp:
+        left = f" that cp {cp} leaves on a rank" if cp > 1 else " of a sequence"
+        yield (
+            f"the tensor-parallel size {tp} has to divide {seq // cp} tokens{left} evenly; use a divisor, or "
+            "parallel.sequence_parallel = false"
+        )
     if not ring and heads % tp == 0 and heads // tp % cp:
         left = f" that tp {tp} leaves on a rank" if tp > 1 else ""
         yield (

@@ -38,7 +38,8 @@ class Plan:
                 "of experts, or ep 1"
             )
         sizes = {name: getattr(spec, name) for name in ("layers", "heads", "kv_heads", "seq")}
-        for problem in fit_problems(tp=layout.tp, pp=layout.pp, cp=layout.cp, ring=layout.ring, **sizes):
+        axes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+        for problem in fit_problems(**axes, ring=layout.ring, sequence=layout.sequence_parallel, **sizes):
             raise BadConfig(problem)
         sent = traffic(spec, layout)
         return cls(
@@ -207,7 +208,9 @@ def _cuts(spec: ModelSpec, machine: Machine, world: int) -> Iterator[tuple[int, 
     near = min(world, machine.node_size) if spec.is_transformer else 1
     sizes = {name: getattr(spec, name) for name in ("layers", "heads", "kv_heads", "seq")}
     for tp, cp in product(range(1, near + 1), repeat=2):
-        if tp * cp > near or world % (tp * cp) or any(fit_problems(tp=tp, pp=1, cp=cp, ring=False, **sizes)):
+        if tp * cp > near or world % (tp * cp):
+            continue
+        if any(fit_problems(tp=tp, pp=1, cp=cp, ring=False, sequence=True, **sizes)):
             continue
         for pp in range(1, min(world // (tp * cp), spec.layers if spec.is_transformer else 1) + 1):
             if world % (tp * cp * pp) == 0 and not (spec.layers and spec.layers % pp):

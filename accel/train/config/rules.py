@@ -127,7 +127,8 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
     yield from layout_problems(Axes(world=world_size, micro_batch=config.micro_batch, **shared), config.global_batch)
     if min(p.tp, p.pp, p.cp) >= 1:
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "seq")}
-        yield from fit_problems(tp=p.tp, pp=p.pp, cp=p.cp, ring=p.cp_method == "ring", **sizes)
+        kinds = {"ring": p.cp_method == "ring", "sequence": p.sequence_parallel}
+        yield from fit_problems(tp=p.tp, pp=p.pp, cp=p.cp, **kinds, **sizes)
     yield from _combinations(config)
     yield from _distillation(config)
     yield from _experts(config)

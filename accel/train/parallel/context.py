@@ -64,7 +64,10 @@ class Cut:
             )
         length = tensor.shape[dim]
         if length % ranks:
-            raise BadData(f"the sequence length {length} is not a multiple of cp {ranks}; pad the sequence")
+            raise BadData(
+                f"the sequence length {length} is not a multiple of cp {ranks}; "
+                "pad the sequence, and its targets with -100"
+            )
         mine = pieces(rank, ranks, length, balanced=self.balanced)
         found = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in mine]
         return found[0] if len(found) == 1 else torch.cat(found, dim)

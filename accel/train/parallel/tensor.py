@@ -233,8 +233,8 @@ class _Split(ParallelStyle):
 def _divides(length: int, mesh: DeviceMesh) -> None:
     if length % mesh.size():
         raise BadData(
-            f"the sequence length {length} is not a multiple of tp {mesh.size()}; pad the sequence, or use "
-            "--parallel.sequence_parallel=false"
+            f"the sequence length {length} is not a multiple of tp {mesh.size()}; pad the sequence, and its targets "
+            "with -100, or use --parallel.sequence_parallel=false"
         )
 
 

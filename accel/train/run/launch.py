@@ -276,6 +276,8 @@ def _tell(body: dict[str, Any]) -> None:
         f"{body['memory_bytes'] / 1e9:.2f} GB  {body['eta_seconds']:.0f} s left",
         body["step"] / body["steps"],
     )
+    if body["step"] == body["steps"]:  # for a large model, this takes minutes
+        report("writing the last checkpoint and final/", 1.0)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

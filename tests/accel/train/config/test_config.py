@@ -90,6 +90,8 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
             4,
             "4 has to divide 30 tokens of a sequence evenly; use a divisor of 30",
         ),
+        ({"parallel": {"tp": 4}, "shape": {"seq": 30}}, 4, "4 has to divide 30 tokens of a sequence evenly; use a div"),
+        ({"parallel": {"tp": 2, "cp": 2}, "shape": {"seq": 30}}, 4, "2 has to divide 15 tokens that cp 2 leaves"),
         ({"compile": True, "parallel": {"tp": 2}}, 2, "use compile = false"),
         ({"parallel": {"zero": 3, "tp": 2, "qwz": True}}, 4, "use tp 1 and cp 1 with hpZ, qwZ and qgZ"),
         ({"parallel": {"zero": 3, "cp": 2, "hpz": 2}}, 8, "use tp 1 and cp 1 with hpZ, qwZ and qgZ"),

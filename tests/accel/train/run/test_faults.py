@@ -149,9 +149,6 @@ from accel.train.loss import cross_entropy as dies
 """,
 }
 
-# Each of these kills takes a minute.
-_MINUTES = ("in a checkpoint", "in the consolidation")
-
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -199,10 +196,7 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "where",
-    [pytest.param(where, marks=pytest.mark.nightly if where in _MINUTES else ()) for where in _KILLS],
-)
+@pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
     """Checks that the run restarts after a SIGKILL, and resumes from the last complete checkpoint. Also checks that the
     losses after the restart and the final weights are the same as in a run without faults, and that no half-written

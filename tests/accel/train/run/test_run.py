@@ -337,13 +337,15 @@ def test_a_module_that_returns_its_own_parameter_has_flops(tmp_path: Path) -> No
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
     """Checks that the MFU is the FLOP/s of the model's matrix products divided by the peak FLOP/s. Also checks that the
     TensorBoard file contains every step. The progress must show the loss, the speed, the MFU, the memory and the
-    remaining time. The remaining time is computed from the speed of the last steps."""
+    remaining time, and that the weights are written at the end. The remaining time is computed from the speed of the last steps."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     said: list[tuple[str, float | None]] = []
     with watched_by(lambda words, fraction: said.append((words, fraction))):
         train(config, tmp_path)
     rows = rows_of(tmp_path)
-    for number, (row, (words, fraction)) in enumerate(zip(rows, said, strict=True), 1):
+    *steps, end = said
+    assert end == ("writing the last checkpoint and final/", 1.0)
+    for number, (row, (words, fraction)) in enumerate(zip(rows, steps, strict=True), 1):
         assert row["eta_seconds"] == pytest.approx((3 - number) * row["seconds_per_step"])
         assert row["targets_per_second"] == pytest.approx(row["targets"] / row["seconds_per_step"])
         assert 2e7 < row["memory_bytes"] < 64e9
