@@ -79,6 +79,13 @@ def keep(run: Run, outputs: dict[str, np.ndarray]) -> None:
         _kept.put(run, outputs)
 
 
+def forget() -> None:
+    """Drops all outputs."""
+    with _lock:
+        for run in list(_kept.outputs):
+            _kept.take(run)
+
+
 def rename(model: str, digest: str, names: Sequence[str]) -> None:
     """Keeps the outputs of the model that was called ``model`` until its sha256 ``digest`` was known. ``names`` are the
     names of the outputs, in order."""

@@ -252,7 +252,7 @@ def run(count: int) -> dict[str, Any]:
                 continue
             found = {}
             for name, cases in (("new", new_cases), ("old", old_cases)):
-                kept_outputs._kept.clear()
+                kept_outputs.forget()
                 with with_cases(cases):
                     found[name] = finds(source, mutant)
             rows.append({"model": source.path.stem, "kind": kind, **found})

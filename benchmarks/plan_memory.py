@@ -5,13 +5,14 @@ Usage:
     python benchmarks/plan_memory.py                 # writes benchmarks/results/plan_memory.json and plan_memory.md
     python benchmarks/plan_memory.py "ZeRO 3" --out /tmp/plan    # runs some of RUNS
 
-Each run trains a GPT of 10.7 million parameters with AdamW, in one process a rank, on the CPU with gloo. The runs of
-one world size follow each other in the same processes. For each run, a rank first trains two steps and drops the
-trainer, so that libraries and their buffers are loaded. The rank's memory then is its base. The rank makes a second
-trainer, trains a step, and resets the kernel's peak of resident memory (``VmHWM``). The measured memory is the peak
-after two more steps, less the base. It includes all tensors, the buffers of gloo and of matrix products, and Python's
-objects. glibc gives each block of 64 KiB or more back to the kernel when it is freed, so resident memory is the memory
-in use (MALLOC_MMAP_THRESHOLD_). All runs are repeated, and the result is the rank with the most memory. Memory doesn't
+Each run trains a GPT with AdamW, in one process a rank, on the CPU with gloo. The GPT has 10.7 million parameters, or
+is small and has long sequences. The runs of one world size follow each other in the same processes. For each run, a
+rank first trains two steps and drops the trainer, so that libraries and their buffers are loaded. The rank's memory
+then is its base. The rank makes a second trainer, trains a step, and resets the kernel's peak of resident memory
+(``VmHWM``). The measured memory is the peak after two more steps, less the base. It includes all tensors, the buffers
+of gloo and of matrix products, and Python's objects. glibc gives each block of 64 KiB or more back to the kernel when
+it is freed, so resident memory is the memory in use (MALLOC_MMAP_THRESHOLD_). All runs are repeated, and the result is
+the rank with the most memory. Memory doesn't
 depend on other work on the machine. Runs on Linux only.
 """
 
@@ -44,8 +45,11 @@ HERE = Path(__file__).absolute()
 RESULT = HERE.parent / "results" / "plan_memory.json"
 STYLES = tomllib.loads((HERE.parents[1] / "examples" / "gpt.toml").read_text())["tensor_parallel"]
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=256)
+# The scores of this shape's attention take more memory than its logits.
+LONG = GPTConfig(vocab=512, layers=2, hidden=128, heads=8, seq=2048)
 REPEATS = 3
-# The world size and the config of each run. A step has two micro-batches or more, unless the name says otherwise.
+# The world size and the config of each run. HERE stands for this file. A step has two micro-batches or more, unless the
+# name says otherwise.
 RUNS: dict[str, tuple[int, list[str]]] = {
     "fp32, one micro-batch": (1, ["global_batch=8", "micro_batch=8"]),
     "bf16 with master weights": (1, ["global_batch=8", "micro_batch=4", "precision.mode=bf16"]),
@@ -64,6 +68,17 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "TP 2": (2, ["global_batch=8", "micro_batch=4", "parallel.tp=2"]),
     "PP 2, 1F1B": (2, ["global_batch=8", "micro_batch=2", "parallel.pp=2"]),
     "CP 2": (2, ["global_batch=8", "micro_batch=4", "parallel.cp=2"]),
+    "CP 2 by ring attention, long sequences": (
+        2,
+        [
+            "model=HERE:long_model",
+            "data=HERE:long_data",
+            "global_batch=2",
+            "micro_batch=1",
+            "parallel.cp=2",
+            "parallel.cp_method=ring",
+        ],
+    ),
 }
 
 
@@ -71,9 +86,17 @@ def model() -> torch.nn.Module:
     return GPT(SHAPE)
 
 
-def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def long_model() -> torch.nn.Module:
+    return GPT(LONG)
+
+
+def data(shape: GPTConfig = SHAPE) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [(ids, ids) for ids in torch.randint(0, SHAPE.vocab, (64, SHAPE.seq), generator=generator)]
+    return [(ids, ids) for ids in torch.randint(0, shape.vocab, (64, shape.seq), generator=generator)]
+
+
+def long_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return data(LONG)
 
 
 def config_of(words: Sequence[str]) -> TrainConfig:
@@ -85,7 +108,7 @@ def config_of(words: Sequence[str]) -> TrainConfig:
         "optimizer": {"name": "adamw"},
     }
     for word in words:
-        override(body, word)
+        override(body, word.replace("HERE", str(HERE)))
     return TrainConfig.from_dict(body)
 
 

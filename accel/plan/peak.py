@@ -22,6 +22,7 @@ from .memory import (
     stepping,
     temporary,
 )
+from .rules import RING_SCORES
 from .spec import PRECISIONS, Layout, ModelSpec
 
 
@@ -150,7 +151,8 @@ class _Buffers:
     - ``reduced``: the copy of a block's gradients that is being reduced.
     - ``head``: the gradient of the head, which FSDP2 keeps whole until all blocks are done.
     - ``made``: the new gradient of the MLP's second weight, with 4 h^2 / t values.
-    - ``flowing``: the gradients of the layer's output (s b h values) and of the MLP's hidden layer (4 s b h / t).
+    - ``flowing``: the gradients of the layer's output (s b h values) and of the MLP's hidden layer (4 s b h / t), or
+      the tensors of ring attention, if these are larger.
     """
 
     reduces: bool
@@ -174,6 +176,8 @@ def _buffers(spec: ModelSpec, layout: Layout) -> _Buffers:
         narrow = layout.tp if layout.sequence_parallel else 1
         tokens = spec.seq * layout.micro_batch / layout.cp
         flowing = tokens * spec.hidden * (layout.residual / narrow + 4 * element / layout.tp)
+        if layout.ring and layout.cp > 1:
+            flowing = max(flowing, _ring_attention(spec, layout, tokens))
         made = 4 * gradient * spec.hidden**2 / layout.tp
     # A pipeline's first stage has no head.
     alone = layout.accumulation == 1 and not _keeps_buckets(layout)
@@ -186,6 +190,22 @@ def _buffers(spec: ModelSpec, layout: Layout) -> _Buffers:
         made=made,
         flowing=flowing,
     )
+
+
+def _ring_attention(spec: ModelSpec, layout: Layout, tokens: float) -> float:
+    """Returns the bytes of the temporary tensors in the backward pass of ring attention, less the activations of the
+    layer's MLP, which are freed by then.
+
+    A rank holds the gradient of the attention's output, the float32 gradients of queries, keys and values, keys and
+    values twice (one pair arrives), and the scores of a block with their gradients. Below float32, it also has float32
+    copies of the queries and of the output's gradient.
+    """
+    element = PRECISIONS[layout.precision][4]
+    scores = min(RING_SCORES, layout.micro_batch * spec.heads / layout.tp * (spec.seq / (2 * layout.cp)) ** 2)
+    tensors = 3 * 4 + 5 * element + (2 * 4 if element < 4 else 0)
+    # The input of the MLP's norm is freed too, but the gradient of the layer's output has the same size.
+    freed = element + 8 * element / layout.tp
+    return tokens * spec.hidden * (tensors / layout.tp - freed) + 2 * 4 * scores
 
 
 def _in_a_layer(spec: ModelSpec, layout: Layout, buffers: _Buffers, whole: float) -> float:

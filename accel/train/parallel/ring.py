@@ -8,6 +8,8 @@ one part of keys and values at a time, and combines the results by their logsume
 In causal attention, early positions see few keys. So that all ranks have the same work, a sequence is cut into twice as
 many pieces as ranks, and a rank holds one piece from the front and one from the back (the load balancing of Llama 3,
 Grattafiori et al. 2024, section 3.3.2). If the length isn't a multiple of twice the ranks, a rank holds one piece.
+
+A rank computes the scores of a few queries at a time, so the memory doesn't grow with the square of the length.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from accel.errors import BadConfig
+from accel.plan.rules import RING_SCORES
 
 from .shared_attention import Call, SharedAttention
 
@@ -58,7 +61,8 @@ def pieces(rank: int, ranks: int, length: int, *, balanced: bool = True) -> list
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of scores: the queries and keys in the parts of two ranks, and their positions in the sequence."""
+    """A block of scores: the queries and keys in the parts of two ranks, and their positions in the sequence. In a
+    ``diagonal`` block, the last keys are later than the first queries."""
 
     queries: slice
     keys: slice
@@ -68,23 +72,41 @@ class _Block:
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
         """Returns float32[..., queries, keys]. In causal attention, a query doesn't see the keys after it."""
-        found = query[..., self.queries, :] @ key[..., self.keys, :].float().transpose(-2, -1) * scale
+        found = query[..., self.queries, :] @ key[..., self.keys, :].float().transpose(-2, -1)
+        found.mul_(scale)
         if self.diagonal:
-            later = torch.ones(found.shape[-2:], dtype=torch.bool, device=found.device).triu(1)
-            found = found.masked_fill(later, -torch.inf)
+            later = torch.ones(found.shape[-2:], dtype=torch.bool, device=found.device)
+            found.masked_fill_(later.triu(1 + self.rows.start - self.columns.start), -torch.inf)
         if mask is not None:
             own = mask[..., self.rows if mask.shape[-2] > 1 else slice(None), self.columns]
-            found = found.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else found + own
+            found = found.masked_fill_(~own, -torch.inf) if own.dtype == torch.bool else found.add_(own)
         return found
 
 
-def _blocks(rank: int, source: int, ranks: int, part: int, *, causal: bool) -> Iterator[_Block]:
+def _blocks(rank: int, source: int, ranks: int, part: int, *, causal: bool, most: int) -> Iterator[_Block]:
     """Yields the blocks between the queries of ``rank`` and the keys of ``source``. ``part`` is the number of positions
-    of a rank. Leaves out the blocks in which no query sees a key."""
+    of a rank. A block has at most ``most`` queries. Leaves out the keys that no query of a block sees."""
     for rows, queries in _placed(pieces(rank, ranks, part * ranks)):
         for columns, keys in _placed(pieces(source, ranks, part * ranks)):
-            if columns.start <= rows.start or not causal:
-                yield _Block(queries, keys, rows, columns, diagonal=causal and columns == rows)
+            if columns.start > rows.start and causal:
+                continue
+            diagonal, size = causal and columns == rows, rows.stop - rows.start
+            for first in range(0, size, most):
+                last = min(first + most, size)
+                seen = last if diagonal else size
+                yield _Block(
+                    queries=slice(queries.start + first, queries.start + last),
+                    keys=slice(keys.start, keys.start + seen),
+                    rows=slice(rows.start + first, rows.start + last),
+                    columns=slice(columns.start, columns.start + seen),
+                    diagonal=diagonal,
+                )
+
+
+def _most_queries(query: torch.Tensor, ranks: int) -> int:
+    """Returns the number of queries [batch, heads, positions, width] whose scores are computed at once."""
+    piece = pieces(0, ranks, query.shape[-2] * ranks)[0]
+    return max(1, RING_SCORES // (query.shape[0] * query.shape[1] * (piece.stop - piece.start)))
 
 
 def _placed(mine: list[slice]) -> Iterator[tuple[slice, slice]]:
@@ -110,18 +132,19 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        q, pair = query.float(), torch.stack((key, value))
+        q, pair, most = query.float(), torch.stack((key, value)), _most_queries(query, ranks)
         out = torch.zeros_like(q)
         total = q.new_full(q.shape[:-1], -torch.inf)
         for step in range(ranks):
             arriving = _Passed(pair, group) if step < ranks - 1 else None
-            for block in _blocks(rank, (rank - step) % ranks, ranks, q.shape[-2], causal=causal):
+            for block in _blocks(rank, (rank - step) % ranks, ranks, q.shape[-2], causal=causal, most=most):
                 scores, before = block.scores(q, pair[0], scale, mask), total[..., block.queries]
                 both = torch.logaddexp(before, scores.logsumexp(-1))
                 to = _finite(both)
-                seen = (scores - to[..., None]).exp() @ pair[1][..., block.keys, :].float()
+                seen = scores.sub_(to[..., None]).exp_() @ pair[1][..., block.keys, :].float()
                 out[..., block.queries, :] = out[..., block.queries, :] * (before - to).exp()[..., None] + seen
                 total[..., block.queries] = both
+                del scores  # before the next block's scores are computed
             pair = arriving.wait() if arriving is not None else pair
         ctx.save_for_backward(query, key, value, mask, out, _finite(total))
         ctx.group, ctx.causal, ctx.scale = group, causal, scale
@@ -134,18 +157,19 @@ class _RingAttention(torch.autograd.Function):
         q, g = query.float(), gradient.float()
         delta = (g * out).sum(-1, keepdim=True)
         to_query = torch.zeros_like(q)
-        pair = torch.stack((key, value))
+        pair, most = torch.stack((key, value)), _most_queries(query, ranks)
         to_pair = torch.zeros_like(pair, dtype=torch.float32)
         for step in range(ranks):
             arriving = _Passed(pair, ctx.group) if step < ranks - 1 else None
-            for block in _blocks(rank, (rank - step) % ranks, ranks, q.shape[-2], causal=ctx.causal):
+            for block in _blocks(rank, (rank - step) % ranks, ranks, q.shape[-2], causal=ctx.causal, most=most):
                 k, v = pair[..., block.keys, :].float()
                 mine = (..., block.queries, slice(None))
-                weights = (block.scores(q, pair[0], ctx.scale, mask) - total[mine[:2]][..., None]).exp()
-                to_scores = weights * (g[mine] @ v.transpose(-2, -1) - delta[mine]) * ctx.scale
+                weights = block.scores(q, pair[0], ctx.scale, mask).sub_(total[mine[:2]][..., None]).exp_()
+                to_scores = (g[mine] @ v.transpose(-2, -1)).sub_(delta[mine]).mul_(weights).mul_(ctx.scale)
                 to_query[mine] += to_scores @ k
                 to_pair[0][..., block.keys, :] += to_scores.transpose(-2, -1) @ q[mine]
                 to_pair[1][..., block.keys, :] += weights.transpose(-2, -1) @ g[mine]
+                del weights, to_scores  # before the next block's scores are computed
             # The gradients travel with their keys and values, and come home after the last step.
             to_pair = _Passed(to_pair, ctx.group).wait()
             pair = arriving.wait() if arriving is not None else pair

@@ -50,7 +50,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
 
     monkeypatch.setattr(BaseSession, "run", counting)
     monkeypatch.setattr(kept_outputs, "_MOST_BYTES", 0)
-    kept_outputs._kept.clear()
+    kept_outputs.forget()
     return counted
 
 
@@ -99,7 +99,7 @@ def test_the_gate_runs_no_inputs_that_opening_the_model_has_run(
         return run(self, feeds, *rest, **words)
 
     monkeypatch.setattr(BaseSession, "run", counting)
-    monkeypatch.setattr(kept_outputs, "_kept", type(kept_outputs._kept)())
+    kept_outputs.forget()
     model = Source(f"{tmp_path / 'small.py'}:Branch", inputs={"x": ("float32", ("batch", 4))}).open()
     assert all(result.passed for result in OutputGate(limit=1e-6).check(model, model))
     assert ran == {(8, 4): 1}

@@ -52,9 +52,14 @@ def alone() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("mask", ["none", "keys", "positions", "bias"])
-def test_attention_and_its_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, causal: bool, mask: str) -> None:
+@pytest.mark.parametrize("scores", [2**25, 8 * 3 * 2, 1])  # the scores of all queries, of two and of one
+def test_attention_and_its_gradients_are_torchs(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, mask: str, scores: int
+) -> None:
     """Compares output and gradients with torch's attention, with grouped queries and a scale. Fails if a part of the
-    backward pass is wrong. A ring of one rank passes its tensors to itself."""
+    backward pass is wrong, or if a block of scores that is computed in parts gives something else. A ring of one rank
+    passes its tensors to itself."""
+    monkeypatch.setattr(ring, "RING_SCORES", scores)
     monkeypatch.setattr(ring, "_Passed", lambda tensor, _: type("Here", (), {"wait": lambda _: tensor})())
     around = Ring(init_device_mesh("cpu", (1,)))
     torch.manual_seed(0)
@@ -97,10 +102,11 @@ def test_the_ring_sends_what_the_plan_says() -> None:
     assert context_parallel_bytes(spec, layout) == 2 * (2 * 3 * part * 2 + 4 * part * 4)
 
 
-@given(st.integers(1, 6), st.integers(1, 8), st.booleans())
-def test_all_ranks_have_the_same_work(ranks: int, part: int, causal: bool) -> None:
+@given(st.integers(1, 6), st.integers(1, 8), st.booleans(), st.integers(1, 8))
+def test_all_ranks_have_the_same_work(ranks: int, part: int, causal: bool, most: int) -> None:
     """Fails if a pair of a query and a key is left out or computed twice, if a query would see a later key, or if a
-    rank computes more scores than another although the length can be cut into pairs of pieces."""
+    block has more queries than allowed. Also fails if a rank computes more scores than another although the length can
+    be cut into pairs of pieces."""
     length = ranks * part
     counts, work = torch.zeros(length, length, dtype=torch.long), []
     for rank in range(ranks):
@@ -110,7 +116,8 @@ def test_all_ranks_have_the_same_work(ranks: int, part: int, causal: bool) -> No
                 torch.cat([torch.arange(length)[piece] for piece in pieces(one, ranks, length)])
                 for one in (rank, source)
             )
-            for block in _blocks(rank, source, ranks, part, causal=causal):
+            for block in _blocks(rank, source, ranks, part, causal=causal, most=most):
+                assert len(mine[block.queries]) <= most
                 assert torch.equal(mine[block.queries], torch.arange(length)[block.rows])
                 assert torch.equal(theirs[block.keys], torch.arange(length)[block.columns])
                 seen = torch.ones(length, length, dtype=torch.bool)

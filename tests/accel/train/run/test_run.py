@@ -337,7 +337,8 @@ def test_a_module_that_returns_its_own_parameter_has_flops(tmp_path: Path) -> No
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
     """Checks that the MFU is the FLOP/s of the model's matrix products divided by the peak FLOP/s. Also checks that the
     TensorBoard file contains every step. The progress must show the loss, the speed, the MFU, the memory and the
-    remaining time, and that the weights are written at the end. The remaining time is computed from the speed of the last steps."""
+    remaining time, and that the weights are written at the end. The remaining time is computed from the speed of the
+    last steps."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     said: list[tuple[str, float | None]] = []
     with watched_by(lambda words, fraction: said.append((words, fraction))):
