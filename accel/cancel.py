@@ -102,7 +102,7 @@ def interrupts_recorded() -> Iterator[None]:
         forget_interrupt()  # so that the next call doesn't end
 
 
-def uninterrupted() -> threading._RLock:
+def uninterrupted() -> threading.RLock:
     """Returns a context manager. ``interruptible`` interrupts this thread before or after its block, but not inside.
 
     Code that makes or removes something uses such a block, so that it leaves nothing half made.
@@ -148,7 +148,7 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def _watch(caller: int, lock: threading._RLock, done: threading.Event) -> None:
+def _watch(caller: int, lock: threading.RLock, done: threading.Event) -> None:
     pause = INTERVAL
     while not done.wait(pause):
         try:

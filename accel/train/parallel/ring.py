@@ -106,7 +106,8 @@ def _blocks(rank: int, source: int, ranks: int, part: int, *, causal: bool, most
 def _most_queries(query: torch.Tensor, ranks: int) -> int:
     """Returns the number of queries [batch, heads, positions, width] whose scores are computed at once."""
     piece = pieces(0, ranks, query.shape[-2] * ranks)[0]
-    return max(1, RING_SCORES // (query.shape[0] * query.shape[1] * (piece.stop - piece.start)))
+    scores: int = query.shape[0] * query.shape[1] * (piece.stop - piece.start)  # the scores of one query
+    return max(1, RING_SCORES // scores)
 
 
 def _placed(mine: list[slice]) -> Iterator[tuple[slice, slice]]:
