@@ -86,8 +86,7 @@ class Child:
             try:
                 self._reply(("make", make, dict(arguments or {})), None)
             except BaseException:
-                self.kill()
-                self.close()
+                self._abandon()
                 raise
 
     def _start(
@@ -192,19 +191,22 @@ class Child:
         """Ends the child and removes the child's temporary files. Kills the child if it is still running after 5
         seconds."""
         with uninterrupted():
-            self._close()
+            self._pipe.close()
+            if self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self.resume()
+                try:
+                    self._process.wait(5)
+                except subprocess.TimeoutExpired:
+                    self.kill()
+            self._log.close()
+            self._temporary.cleanup()
 
-    def _close(self) -> None:
-        self._pipe.close()
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.resume()
-            try:
-                self._process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        self._log.close()
-        self._temporary.cleanup()
+    def _abandon(self) -> None:
+        """Kills the child and removes its temporary files."""
+        with uninterrupted():
+            self.kill()
+            self.close()
 
     def __enter__(self) -> Child:
         return self
@@ -212,10 +214,10 @@ class Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with uninterrupted():
-            if error is not None:
-                self.kill()
+        if error is None:
             self.close()
+        else:
+            self._abandon()
 
 
 def run_in_child(target: str, /, timeout: float | None = None, *, hidden: Sequence[str] = (), **arguments: Any) -> Any:

@@ -12,8 +12,7 @@ then is its base. The rank makes a second trainer, trains a step, and resets the
 (``VmHWM``). The measured memory is the peak after two more steps, less the base. It includes all tensors, the buffers
 of gloo and of matrix products, and Python's objects. glibc gives each block of 64 KiB or more back to the kernel when
 it is freed, so resident memory is the memory in use (MALLOC_MMAP_THRESHOLD_). All runs are repeated, and the result is
-the rank with the most memory. Memory doesn't
-depend on other work on the machine. Runs on Linux only.
+the rank with the most memory. Memory doesn't depend on other work on the machine. Runs on Linux only.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=256)
 # The scores of this shape's attention take more memory than its logits.
 LONG = GPTConfig(vocab=512, layers=2, hidden=128, heads=8, seq=2048)
 REPEATS = 3
-# The world size and the config of each run. HERE stands for this file. A step has two micro-batches or more, unless the
-# name says otherwise.
+# The world size and the config of each run, in which HERE stands for this file. A step has two micro-batches or more.
+# If it has one, the name says so.
 RUNS: dict[str, tuple[int, list[str]]] = {
     "fp32, one micro-batch": (1, ["global_batch=8", "micro_batch=8"]),
     "bf16 with master weights": (1, ["global_batch=8", "micro_batch=4", "precision.mode=bf16"]),

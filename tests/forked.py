@@ -284,13 +284,16 @@ def _is_alike(
     for name in {*environment, *started_with}:
         if name.startswith(_AT_START) and name != "PYTHONPATH" and environment.get(name) != started_with.get(name):
             return False
-    if module == "accel.child":
-        hidden = set(words[2:])
-        if hidden != set(kind.hidden) if kind.hidden else not hidden <= set(kind.absent):
-            return False
+    if module == "accel.child" and not _can_hide(kind, set(words[2:])):
+        return False
     known = {*started_with.get("PYTHONPATH", "").split(os.pathsep), *sys.path[-3:]}
     others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in known]
     return not any(_replaces_a_module(Path(folder), kind) for folder in others)
+
+
+def _can_hide(kind: Kind, modules: set[str]) -> bool:
+    """Tells whether a fork of the server can hide ``modules`` as a new interpreter would."""
+    return modules == set(kind.hidden) if kind.hidden else modules <= set(kind.absent)
 
 
 def _replaces_a_module(folder: Path, kind: Kind) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 RECOMPUTE = ("none", "selective", "full")
 # The bytes of optimizer states that a step with states on the disk updates at once. A larger tensor is updated alone.
 DISK_PART = 2**24
-# The scores that ring attention holds at once, in float32. A larger block of scores is computed in parts.
+# Ring attention computes at most this many scores at once. It computes a larger block of scores in parts.
 RING_SCORES = 2**25
 CP_METHODS = ("ulysses", "ring")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")

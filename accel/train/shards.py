@@ -1,4 +1,4 @@
-"""Takes this rank's part out of a DTensor, and makes a DTensor of the parts."""
+"""Converts between a DTensor and the part of it that this rank holds."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def test_threads_share_the_kept_outputs(monkeypatch: pytest.MonkeyPatch, eager_t
 
 
 def test_the_oldest_outputs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if more bytes are kept than the limit allows, or less, because replaced or renamed outputs still count."""
+    """Fails if the kept outputs take more bytes than the limit. Also fails if outputs are dropped too early, because
+    replaced or renamed outputs still count."""
     monkeypatch.setattr(kept_outputs, "_kept", type(kept_outputs._kept)())
     monkeypatch.setattr(kept_outputs, "_MOST_BYTES", 2000)
     first, second, third = (Run("model", "torch", f"{index}") for index in range(3))

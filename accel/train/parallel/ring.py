@@ -61,8 +61,9 @@ def pieces(rank: int, ranks: int, length: int, *, balanced: bool = True) -> list
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of scores: the queries and keys in the parts of two ranks, and their positions in the sequence. In a
-    ``diagonal`` block, the last keys are later than the first queries."""
+    """Selects a block of scores. ``queries`` and ``keys`` are places in the parts of two ranks, and ``rows`` and
+    ``columns`` are the positions of these places in the sequence. In a ``diagonal`` block, the last keys are later than
+    the first queries."""
 
     queries: slice
     keys: slice

@@ -148,7 +148,7 @@ def _learned(folder: Path, fp8: str) -> float:
 
 @pytest.fixture(scope="module")
 def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """Returns the loss that every kind of fp8 is compared with."""
+    """Returns the loss in bf16, with which the test compares each kind of fp8."""
     return _learned(tmp_path_factory.mktemp("noisy") / "bf16", "none")
 
 

@@ -34,7 +34,8 @@ def test_five_kills(tmp_path: Path, calm: tuple[Run, float]) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, _PIECES + 1))
 def test_a_hundred_kills(tmp_path: Path, calm: tuple[Run, float], seed: int) -> None:
-    """Fails like ``test_five_kills``, at a hundred instants. ACCEL_SOAK_RESULTS names a folder for the results."""
+    """Fails like ``test_five_kills``, at a hundred instants. Writes the results to the folder in the environment
+    variable ACCEL_SOAK_RESULTS, if it is set."""
     sent = campaign(tmp_path, calm[0], kills=_KILLS, seed=seed, seconds=calm[1])
     assert len(sent) == _KILLS
     if folder := os.environ.get("ACCEL_SOAK_RESULTS"):
