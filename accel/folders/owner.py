@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,21 @@ from .writing import writing
 
 OWNER = "owner.jsonl"
 _TOUCH_SECONDS = 2.0
+_TRY_SECONDS = 0.1
 # The seconds after which a launcher on another machine counts as dead if it didn't touch the file.
 _SILENT_SECONDS = 7.0
+# How long a machine waits for the first machine of its run to take an old run's folder and to name itself.
+_START_SECONDS = _SILENT_SECONDS + 3
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextmanager
-def owned(out: Path, rendezvous: str | None) -> Iterator[bool]:
+def owned(out: Path, rendezvous: str | None, prepare: Callable[[], object] = lambda: None) -> Iterator[bool]:
     """Opens a context in which this process owns the folder ``out``. Yields False if this process joins other machines
     of the same run, which already own ``out``.
 
-    Launchers with the same ``rendezvous`` own ``out`` together. Raises ``CannotWrite`` if another run owns ``out``, or
-    if ``out`` can't be written.
+    Launchers with the same ``rendezvous`` own ``out`` together. The first of them calls ``prepare``, and the others
+    wait until that call has ended. Raises ``CannotWrite`` if another run owns ``out``, or if ``out`` can't be written.
     """
     with writing(out):
         descriptor = os.open(out / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -49,6 +52,11 @@ def owned(out: Path, rendezvous: str | None) -> Iterator[bool]:
         toucher = threading.Thread(target=_touch, args=(descriptor, stopped), daemon=True)
         toucher.start()
         try:
+            if first:
+                prepare()
+            if rendezvous is not None:
+                with suppress(OSError):  # the file system may know no locks
+                    fcntl.flock(descriptor, fcntl.LOCK_SH)
             yield first
         finally:
             stopped.set()
@@ -59,23 +67,33 @@ def owned(out: Path, rendezvous: str | None) -> Iterator[bool]:
 
 
 def _lock(descriptor: int, out: Path, rendezvous: str | None) -> bool:
-    """Takes the lock and adds this process to the file. Returns False if this process shares the lock."""
+    """Takes the lock and adds this process to the file. Returns False if this process shares the lock.
+
+    Machines of one run may start at the same time. The first takes the lock for itself, and shares it after its
+    preparations. The others try until then.
+    """
     own = {"pid": os.getpid(), "host": socket.gethostname(), "began": _began(os.getpid()), "rendezvous": rendezvous}
-    alone = _flock(descriptor, fcntl.LOCK_EX)
-    owners = _owners(out)
-    shares = rendezvous is not None and any(one["rendezvous"] == rendezvous for one in owners)
-    if alone and not shares and any(one["host"] != own["host"] for one in owners):
-        alone = not _touched(out, owners)
-    if alone is None:  # the file system knows no locks
-        alone = not any(one["host"] == own["host"] and _began(one["pid"]) == one["began"] for one in owners)
-        alone = alone and not (any(one["host"] != own["host"] for one in owners) and _touched(out, owners))
-    elif rendezvous is not None and (alone or shares) and _flock(descriptor, fcntl.LOCK_SH) is False:
-        alone = shares = False
-    if not (alone or shares):
-        raise CannotWrite(
-            f"another run writes into {out}: {' and '.join(map(_said, owners)) or 'its launcher has just started'}; "
-            "wait until that run ends, end it, or choose another folder"
-        )
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        locked = _flock(descriptor, fcntl.LOCK_EX)
+        owners = _owners(out)
+        here = any(one["host"] == own["host"] and _began(one["pid"]) == one["began"] for one in owners)
+        elsewhere = any(one["host"] != own["host"] for one in owners)
+        joins = rendezvous is not None and any(one["rendezvous"] == rendezvous for one in owners)
+        if locked is None:  # the file system knows no locks
+            alone = not here and not (elsewhere and _touched(out, owners))
+        else:
+            alone = locked and (joins or not elsewhere or not _touched(out, owners))
+        if alone or (joins and _flock(descriptor, fcntl.LOCK_SH) is not False):
+            break
+        starts = rendezvous is not None and locked is False and not here and time.monotonic() < deadline
+        if not (joins or starts):
+            who = " and ".join(map(_said, owners)) or "its launcher has just started"
+            raise CannotWrite(
+                f"another run writes into {out}: {who}; wait until that run ends, end it, or choose another folder"
+            )
+        report(f"waiting for the first machine of this run, which prepares {out}")
+        time.sleep(_TRY_SECONDS)
     if alone:
         os.ftruncate(descriptor, 0)
     since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")

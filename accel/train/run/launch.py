@@ -37,6 +37,7 @@ TORCHRUN = "torch.distributed.run"  # the module of torchrun, which starts the r
 _ROOM = 2**16
 # A rank with parameters on the disk gives freed memory from this size on back to the system at once.
 _RETURNED = 2**20
+_SETTINGS_SECONDS = 5.0
 # The likely sender of each signal.
 _SENT_BY: dict[int, str] = {
     signal.SIGKILL: " (the system does this if memory runs out)",
@@ -66,9 +67,11 @@ def train(
     _valid(config, nproc, nnodes, rendezvous)
     runnable(config)
     make_folder(out)
-    with owned(out, rendezvous if nnodes != "1" else None) as first:
-        if first:
-            watchdog.end(out)  # a killed launcher's ranks may need a moment to end
+    config_file = out / "train.json"
+    settings = json.dumps(dataclasses.asdict(config), indent=2)
+
+    def prepare() -> None:
+        watchdog.end(out)  # a killed launcher's ranks may need a moment to end
         if fresh:
             for name in ("checkpoints", "final", BOARD):
                 shutil.rmtree(out / name, ignore_errors=True)
@@ -76,8 +79,11 @@ def train(
         shutil.rmtree(out / ERRORS, ignore_errors=True)
         watchdog.clear(out)
         (out / RESULT).unlink(missing_ok=True)
-        config_file = out / "train.json"
-        config_file.write_text(json.dumps(dataclasses.asdict(config), indent=2))
+        config_file.write_text(settings)
+
+    with owned(out, rendezvous if nnodes != "1" else None, prepare) as first:
+        if not first:
+            _same(config_file, settings)
         program = ["-m", watchdog.RANK, str(config_file), str(out), str(os.getpid())]
         if nproc > 1 or nnodes != "1" or max_restarts:
             where = ["--standalone"] if rendezvous is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
@@ -140,6 +146,26 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
     found = [next(problems(config, nproc * count), "") for count in range(int(least), int(most or least) + 1)]
     if all(found):
         raise BadConfig(found[-1])
+
+
+def _same(config_file: Path, settings: str) -> None:
+    """Raises ``BadConfig`` if the first machine of this run trains with other ``settings`` than this machine.
+
+    Waits a few seconds for the file of the first machine, because a file system without locks lets this machine start
+    before the first has written it.
+    """
+    own, deadline = json.loads(settings), time.monotonic() + _SETTINGS_SECONDS
+    while True:
+        first = json.loads(config_file.read_text() or "{}") if config_file.is_file() else {}
+        other = sorted(name for name in own if own[name] != first.get(name))
+        if not other:
+            return
+        if time.monotonic() > deadline:
+            raise BadConfig(
+                f"the first machine of this run has other settings ({', '.join(other)}); pass the same config and the "
+                "same options on each machine"
+            )
+        time.sleep(0.1)
 
 
 def _goes_on(out: Path) -> str:

@@ -93,7 +93,7 @@ def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
     checkpoint = {"every": 2, "asynchronous": False}
     config = _config(tmp_path, steps=6, loss=f"{source}:dies", checkpoint=checkpoint)
     ran = _two([out, out], config, "--max-restarts", "1", nnodes="1:2")
-    assert (tmp_path / "killed").exists()
+    assert (tmp_path / "killed").exists(), [one.stderr[-2000:] for one in ran]
     assert [json.loads(one.stdout or "{}").get("steps") for one in ran] == [6, 6], [one.stderr[-2000:] for one in ran]
     rows = rows_of(out)
     assert {"note": "resumed from step 2"} in rows

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -16,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from accel.cli import group, run
-from accel.errors import CannotWrite
+from accel.errors import BadConfig, CannotWrite
 from accel.folders import owner
 from accel.folders.owner import OWNER, owned
+from accel.train.run import launch
 from tests.support.runs import config_of
 
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
@@ -111,6 +114,59 @@ def test_the_machines_of_a_run_own_a_folder_together(tmp_path: Path) -> None:
         assert first
 
 
+def test_machines_that_start_at_the_same_time_own_a_folder_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a machine is refused while the first machine of its run takes the folder, for example because the file
+    still names an earlier run. Also fails if it joins before the first machine has prepared the folder."""
+    _owner(tmp_path, host="elsewhere", pid=7, rendezvous="earlier:29500")
+    steps: list[str] = []
+    with (tmp_path / OWNER).open("r+") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # the first machine has the lock, but didn't name itself yet
+
+        def first_goes_on(_: float) -> None:
+            steps.append("waits")
+            if len(steps) == 1:
+                _owner(tmp_path, host="first", pid=7, rendezvous="first:29500")
+            else:
+                fcntl.flock(stream, fcntl.LOCK_SH)
+
+        monkeypatch.setattr(time, "sleep", first_goes_on)
+        with owned(tmp_path, "first:29500", lambda: steps.append("prepares")) as first:
+            assert not first
+    assert steps == ["waits", "waits"]
+
+
+@pytest.mark.parametrize("rendezvous", [None, "second:29500"])
+def test_a_run_that_starts_owns_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rendezvous: str | None
+) -> None:
+    """Fails if another run takes a folder while the first run prepares it, or waits for ever."""
+    monkeypatch.setattr(owner, "_START_SECONDS", 0.5)
+
+    def prepare() -> None:
+        with pytest.raises(CannotWrite, match=f"process {os.getpid()} on"):
+            owned(tmp_path, rendezvous).__enter__()
+        (tmp_path / OWNER).write_text("")  # as if the first run had not named itself yet
+        with pytest.raises(CannotWrite, match="its launcher has just started"):
+            owned(tmp_path, rendezvous).__enter__()
+
+    with owned(tmp_path, "first:29500", prepare) as first:
+        assert first
+
+
+def test_machines_with_different_settings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a machine trains with other settings than the first machine of its run without a word."""
+    monkeypatch.setattr(launch, "_SETTINGS_SECONDS", 0.2)
+    settings = dataclasses.asdict(config_of(steps=6))
+    said = r"has other settings \(seed, steps\); pass the same config"
+    with (
+        owned(tmp_path, "first:29500", lambda: (tmp_path / "train.json").write_text(json.dumps(settings))),
+        pytest.raises(BadConfig, match=said),
+    ):
+        launch.train(config_of(steps=7, seed=3), tmp_path, nnodes="2", rendezvous="first:29500")
+
+
 def _owner(folder: Path, **replaced: object) -> None:
     body = {"pid": os.getpid(), "host": socket.gethostname(), "began": owner._began(os.getpid()), "rendezvous": None}
     (folder / OWNER).write_text(json.dumps({**body, "since": "2026-01-01 12:00:00+00:00", **replaced}) + "\n")
@@ -124,7 +180,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuses(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(owner.fcntl, "flock", refuses)
+    monkeypatch.setattr(fcntl, "flock", refuses)
     _owner(tmp_path)
     with pytest.raises(CannotWrite, match="since 2026-01-01 12:00:00"):
         owned(tmp_path, None).__enter__()
