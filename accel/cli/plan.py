@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,25 +104,41 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
     if choose > len(found):
         raise BadConfig(f"--choose is {choose}, but only {len(found)} layouts fit; choose one of them")
     chosen = found[choose - 1]
+    lacks: list[str] = []
     if out is not None:
         from accel.api.plan import config_of
         from accel.artifact import beside
+        from accel.train.config.rules import missing
 
+        written = config_of(chosen, base)
+        lacks = [*missing(written)]
         with beside(out) as temporary:
-            temporary.write_text(config_of(chosen, base).to_toml(), encoding="utf-8")
+            temporary.write_text(written.to_toml(), encoding="utf-8")
     body = chosen.to_json() | {"assumptions": assumptions(machine, chosen)}
     if given["hbm"] and say.as_json:
         body["feasible"] = [plan.to_json() for plan in found]
     if out is not None:
-        body["config"] = str(out)
+        body |= {"config": str(out), "missing": lacks}
     if given["compare"]:
         from accel.plan.compare import compare
 
         reductions = compare(chosen.spec, chosen.layout, machine, 1 if given["servers"] is None else given["servers"])
         body["reductions"] = [vars(one) for one in reductions]
-        say.result(body, lambda: _comparison(reductions, chosen))
+        say.result(body, lambda: _noted(_comparison(reductions, chosen), out, lacks))
         return
-    say.result(body, lambda: _table(found, chosen, machine) if given["hbm"] else words(chosen, machine))
+    say.result(
+        body,
+        lambda: _noted(_table(found, chosen, machine) if given["hbm"] else words(chosen, machine), out, lacks),
+    )
+
+
+def _noted(shown: Any, out: Path | None, lacks: Sequence[str]) -> Any:
+    """Returns ``shown``, a text or a rich object, with a line for each thing that the config ``out`` lacks."""
+    from rich.console import Group
+    from rich.text import Text
+
+    lines = [f"{out} isn't ready for accel train: {one}" for one in lacks]
+    return "\n".join((shown, *lines)) if isinstance(shown, str) else Group(shown, *map(Text, lines))
 
 
 # Options that describe training alone.

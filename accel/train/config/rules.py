@@ -28,13 +28,19 @@ def problems(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 def runnable(config: TrainConfig) -> None:
     """Raises ``BadConfig`` if ``config`` lacks keys that a run needs. ``accel plan`` doesn't need these keys."""
+    for problem in missing(config):
+        raise BadConfig(problem)
+
+
+def missing(config: TrainConfig) -> Iterator[str]:
+    """Yields a message for each key that ``config`` lacks and a run needs."""
     if not config.model or not config.data:
-        raise BadConfig(
+        yield (
             "the config needs the keys model and data; write model = 'package.module:factory', and data the same way "
             "(docs/how-to/training.md)"
         )
     if config.parallel.tp > 1 and not config.tensor_parallel:
-        raise BadConfig(
+        yield (
             "tensor parallelism needs a plan of the modules to split; write a table [tensor_parallel] with e.g. "
             '"blocks.*.attention.query" = "column"'
         )

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from accel.cli import group, run
-from accel.train.config.rules import check
+from accel.errors import BadConfig
+from accel.train.config.rules import check, runnable
 from accel.train.config.schema import TrainConfig
 
 SHAPE = "layers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nseq = 2048\n"
@@ -43,6 +44,24 @@ def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.Captur
     assert body["step_seconds"] == times[0]
     assert run(group, ["plan", str(out), "--world", "64"]) == 0
     assert "assumed: 400 TFLOP/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", ["", "--hbm 80G", "--compare"])
+def test_a_written_config_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str) -> None:
+    """Fails if a written config lacks something that ``accel train`` asks for, and the plan doesn't name it."""
+    out = tmp_path / "chosen.toml"
+    line = f"plan --layers 2 --hidden 64 --heads 4 --vocab 64 --seq 64 --world 2 --tp 2 {more} -o {out}".split()
+    assert run(group, line) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert run(group, [*line, "--json"]) == 0
+    lacks = json.loads(capsys.readouterr().out)["missing"]
+    for one, mend in zip(lacks, (["model=a:b", "data=a:c"], ["tensor_parallel.blocks=column"]), strict=True):
+        assert f"{out} isn't ready for accel train: {one}" in told
+        with pytest.raises(BadConfig) as refused:
+            runnable(TrainConfig.load(out))
+        assert str(refused.value) == one
+        out.write_text(TrainConfig.load(out, mend).to_toml())
+    runnable(TrainConfig.load(out))
 
 
 def test_the_documented_line_prints_a_table(
