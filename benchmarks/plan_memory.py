@@ -47,6 +47,14 @@ SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=256)
 # The scores of this shape's attention take more memory than its logits.
 LONG = GPTConfig(vocab=512, layers=2, hidden=128, heads=8, seq=2048)
 REPEATS = 3
+_RING = [
+    "model=HERE:long_model",
+    "data=HERE:long_data",
+    "global_batch=2",
+    "micro_batch=1",
+    "parallel.cp=2",
+    "parallel.cp_method=ring",
+]
 # The world size and the config of each run, in which HERE stands for this file. A step has two micro-batches or more.
 # If it has one, the name says so.
 RUNS: dict[str, tuple[int, list[str]]] = {
@@ -67,17 +75,8 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "TP 2": (2, ["global_batch=8", "micro_batch=4", "parallel.tp=2"]),
     "PP 2, 1F1B": (2, ["global_batch=8", "micro_batch=2", "parallel.pp=2"]),
     "CP 2": (2, ["global_batch=8", "micro_batch=4", "parallel.cp=2"]),
-    "CP 2 by ring attention, long sequences": (
-        2,
-        [
-            "model=HERE:long_model",
-            "data=HERE:long_data",
-            "global_batch=2",
-            "micro_batch=1",
-            "parallel.cp=2",
-            "parallel.cp_method=ring",
-        ],
-    ),
+    "CP 2 by ring attention, long sequences": (2, _RING),
+    "CP 2 by ring attention, long sequences, bf16": (2, [*_RING, "precision.mode=bf16"]),
 }
 
 
@@ -171,7 +170,7 @@ def launch(names: Sequence[str]) -> dict[str, int]:
             "MALLOC_ARENA_MAX": "1",
         }
         line = [*(several if world > 1 else alone), str(HERE), "--rank", *names, "--out", folder]
-        subprocess.run(line, env=environment, check=True, capture_output=True)
+        subprocess.run(line, env=environment, check=True, stdout=subprocess.DEVNULL)
         ranks = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
     return {name: max(rank[name] for rank in ranks) for name in names}
 

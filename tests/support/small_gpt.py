@@ -87,7 +87,8 @@ class _Rotary(torch.nn.Module):
 
         def turned(z: torch.Tensor) -> torch.Tensor:
             a, b = z.chunk(2, -1)
-            return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+            found = torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+            return found.type_as(z)
 
         y = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))

@@ -11,7 +11,8 @@ hold the same part of a sequence, which sequence parallelism cuts once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
@@ -28,7 +29,6 @@ from .. import loss as losses
 from ..batch import call, input_names, moved, one_tensor, to_device
 from ..config.schema import ParallelConfig, TrainConfig
 from ..model_loss import BUILT_IN, tensor_of
-from ..precision.modes import parameter_dtype
 from ..ranks import Ranks
 from .ring import Ring, pieces
 from .shared_attention import SharedAttention
@@ -126,25 +126,41 @@ def share(
     """
     found = {name: module.get_submodule(name) for name in names}
     sample, targets = torch.utils.data.default_collate([data[0]])
-    inputs = to_device(sample, ranks.device, parameter_dtype(config.precision.resolved))
+    inputs = to_device(sample, ranks.device, torch.float32)
     module.eval()
-    with torch.no_grad():
+    with torch.no_grad(), _in_float32(module):
         whole = _scores(call(module, inputs), loss, config)
-    targets = one_tensor(moved(targets, ranks.device), "context parallel")
-    _check_loss(loss, config.loss or "the default loss", whole, targets, cut)
-    expected = cut.part(whole).clone()
-    del whole
-    hooks = {name: cut.after(part) for name, part in found.items()}
-    around: SharedAttention = Ring(cut.mesh) if config.parallel.cp_method == "ring" else Ulysses(cut.mesh)
-    parts: list[nn.Module] = []
-    if ranks.pp is not None:
-        from .pipeline import chain
+        targets = one_tensor(moved(targets, ranks.device), "context parallel")
+        _check_loss(loss, config.loss or "the default loss", whole, targets, cut)
+        expected = cut.part(whole).clone()
+        del whole
+        hooks = {name: cut.after(part) for name, part in found.items()}
+        around: SharedAttention = Ring(cut.mesh) if config.parallel.cp_method == "ring" else Ulysses(cut.mesh)
+        parts: list[nn.Module] = []
+        if ranks.pp is not None:
+            from .pipeline import chain
 
-        parts = [module.get_submodule(name) for name in chain(module)]
-    around.wrap(module, parts)
-    _place(module, cut, lambda: _problem(partial(call, module, inputs), expected, around, ", ".join(names)))
+            parts = [module.get_submodule(name) for name in chain(module)]
+        around.wrap(module, parts)
+        limit = 1e-2 if config.precision.tf32 else 1e-3
+        _place(module, cut, lambda: _problem(partial(call, module, inputs), expected, limit, around, ", ".join(names)))
     module.train()
     return hooks
+
+
+@contextmanager
+def _in_float32(module: nn.Module) -> Iterator[None]:
+    """Opens a context in which the parameters and buffers of ``module`` are float32. The rounding of bfloat16 changes
+    an output more than wrong rotary positions do."""
+    low = [one for one in (*module.parameters(), *module.buffers()) if one.dtype in (torch.bfloat16, torch.float16)]
+    kept = [one.data for one in low]
+    try:
+        for one in low:
+            one.data = one.data.float()
+        yield
+    finally:
+        for one, data in zip(low, kept, strict=True):
+            one.data = data
 
 
 def again(module: nn.Module, hooks: dict[str, RemovableHandle], cut: Cut) -> None:
@@ -195,7 +211,7 @@ def _check_loss(loss: losses.Loss, name: str, outputs: torch.Tensor, targets: to
                 raise BadConfig(f"{name} can't be computed for a part of a sequence ({reason}); {_LOSS_FIX}") from error
             total = torch.stack([total for total, _ in pairs]).sum()
             (gradient,) = torch.autograd.grad(total, leaf)
-        found.append((float(total), float(sum(count for _, count in pairs)), gradient.float()))
+        found.append((float(total.detach()), float(sum(count for _, count in pairs)), gradient.float()))
     (one, count, slope), (parts, counts, slopes) = found
     near = 1e-4 if outputs.dtype == torch.float32 else 1e-2
     # The gradient shows a position that a part leaves out, however long the sequence is.
@@ -241,8 +257,9 @@ class _Elsewhere(Exception):
     """Another rank found a problem."""
 
 
-def _problem(run: Callable[[], Any], expected: torch.Tensor, around: SharedAttention, where: str) -> str:
-    """Returns why ``run`` doesn't give ``expected`` on all ranks, or "". All ranks return the same text.
+def _problem(run: Callable[[], Any], expected: torch.Tensor, limit: float, around: SharedAttention, where: str) -> str:
+    """Returns why ``run`` doesn't give ``expected`` on all ranks, or "". All ranks return the same text. ``limit`` is
+    the largest relative distance of a position that counts as rounding.
 
     A rank that finds a problem doesn't reach the next call of attention, in which the other ranks would wait for it.
     So the ranks agree before each call whether one of them has a problem.
@@ -262,7 +279,7 @@ def _problem(run: Callable[[], Any], expected: torch.Tensor, around: SharedAtten
     try:
         with torch.no_grad():
             found = tensor_of(run())
-        right = found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3)
+        right = found.shape == expected.shape and _distance(found.float(), expected.float()) <= limit
         if not right:
             said = f"the output of the model changes if the sequence is cut after the module {where}; {_FIX}"
         agree(not right)
@@ -281,3 +298,12 @@ def _problem(run: Callable[[], Any], expected: torch.Tensor, around: SharedAtten
     every: list[Any] = [None] * around.mesh.size()
     dist.all_gather_object(every, said, group=group)
     return next(filter(None, every), "")
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the largest distance of a position of ``found`` from ``expected`` in the 2-norm, relative to the norm of
+    this position, or of the mean position if that is larger. Infinite values have to be equal."""
+    apart = torch.where(found == expected, 0.0, found - expected).norm(dim=-1)
+    size = torch.where(expected.isfinite(), expected, 0.0).norm(dim=-1)
+    relative = apart / torch.maximum(size, size.mean())
+    return float(torch.where(apart == 0, 0.0, relative).max())

@@ -255,13 +255,15 @@ def _power_sgd_resumed(names: Sequence[str], world: int, folder: Path, others: l
 
 def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, str]:
     """Returns the error message of each faulty case. The cases are wrong plans, wrong models, and data that ranks can't
-    split."""
+    split. One case is right, and has no message."""
     said = {}
     for name, plan, overrides in (
         ("left out", {k: v for k, v in PLAN.items() if k != "norm"}, []),
         ("odd length", PLAN, [f"data={HERE}:odd_data"]),
         *((name, PLAN, [f"model={HERE}:{name}"]) for name in ("one_head", "all_heads", "whole_heads", "one_product")),
         ("turned after the cut", {}, [OWN_MODEL, "parallel.tp=1", "parallel.cp=2"]),
+        ("turned in bf16", {}, [OWN_MODEL, "parallel.tp=1", "parallel.cp=2", "precision.mode=bf16"]),
+        ("right in bf16", {}, [f"model={HERE}:deep", "parallel.tp=1", *rows.RING, "precision.mode=bf16"]),
         ("cut too late", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=blocks.0"]),
         ("cut too early", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=embed.tokens"]),
         ("shifted loss", PLAN, ["parallel.tp=1", "parallel.cp=2", f"loss={HERE}:shifted_loss"]),

@@ -206,6 +206,7 @@ def test_final_weights_are_the_trained_ones(results: dict[int, dict[str, Any]], 
         ("whole_heads", r"tp 2, the module blocks.0.attention of 4 heads can't be run \(.* view\(b, s, -1, width\)"),
         ("one_product", "with tp 2, the model's output for a sample changes; compute query, key and value"),
         ("turned after the cut", "the output of the model changes if the sequence is cut after the module embed"),
+        ("turned in bf16", "the output of the model changes if the sequence is cut after the module embed"),
         ("cut too late", "the output of the model changes if the sequence is cut after the module blocks.0"),
         ("cut too early", r"can't be run if the sequence is cut after the module embed.tokens \(The size of tensor"),
         ("shifted loss", r"small_gpt.py:shifted_loss of a sequence is .* over 15 targets, .* over 14; let the loss be"),
@@ -222,6 +223,12 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
     wait forever."""
     for rank in results[2]["ranks"]:
         assert re.search(says, rank["refused"][name])
+
+
+@pytest.mark.slow
+def test_rounding_is_no_wrong_layout(results: dict[int, dict[str, Any]]) -> None:
+    """Fails if context parallel takes the rounding of bfloat16 for a change of the model's output."""
+    assert all("right in bf16" not in rank["refused"] for rank in results[2]["ranks"])
 
 
 @pytest.mark.slow
