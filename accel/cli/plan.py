@@ -280,8 +280,7 @@ def _inference(spec: ModelSpec, given: dict[str, Any], world: int, say: Output) 
         body,
         lambda: "\n".join(
             (
-                f"{spec.params / 1e9:.4g} B parameters as {weights} on {world} ranks, {given['batch']} sequences "
-                f"of {spec.seq}",
+                f"{_model(spec.params, world, f' as {weights}')}, {given['batch']} sequences of {spec.seq}",
                 f"  weights    {_size(memory.parameters)}",
                 f"  KV cache   {_size(memory.kv_cache)}",
                 f"  logits     {_size(memory.temporary)}",
@@ -308,7 +307,21 @@ def assumptions(machine: Machine, plan: Plan) -> list[str]:
 
 
 def _size(value: float | None) -> str:
-    return "unknown" if value is None else f"{value / 1e9:9.3f} GB  {value / 2**30:9.3f} GiB"
+    if value is None:
+        return "unknown"
+    if value < 1e8:
+        return f"{value / 1e6:9.3f} MB  {value / 2**20:9.3f} MiB"
+    return f"{value / 1e9:9.3f} GB  {value / 2**30:9.3f} GiB"
+
+
+def _moved_bytes(value: float) -> str:
+    return f"{value / 1e6:.3f} MB" if value < 1e8 else f"{value / 1e9:.3f} GB"
+
+
+def _model(params: float, ranks: int, how: str) -> str:
+    """Describes the size of a model, and the ranks that train or run it in the way ``how``."""
+    size = f"{params / 1e9:.4g} B" if params >= 1e8 else f"{params / 1e6:.4g} M"
+    return f"{size} parameters{how} on {ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def _more(layout: Layout, before: str = "") -> str:
@@ -332,15 +345,15 @@ def _moved(plan: Plan) -> str:
     read, written = disk_bytes(plan.spec, plan.layout)
     if read == written:
         return "read and written in a step"
-    return f"of which a step reads {read / 1e9:.3f} GB and writes {written / 1e9:.3f} GB"
+    return f"of which a step reads {_moved_bytes(read)} and writes {_moved_bytes(written)}"
 
 
 def words(plan: Plan, machine: Machine) -> str:
     """Returns the plan of one layout as lines of text."""
     m, layout, t = plan.memory, plan.layout, plan.time
-    sent = ", ".join(f"{axis} {size / 1e9:.3f} GB" for axis, size in plan.sent.items() if size) or "nothing"
+    sent = ", ".join(f"{axis} {_moved_bytes(size)}" for axis, size in plan.sent.items() if size) or "nothing"
     lines = [
-        f"{plan.spec.params / 1e9:.4g} B parameters, {layout.precision}, {layout.optimizer}, on {layout.world} ranks: "
+        f"{_model(plan.spec.params, layout.world, f', {layout.precision}, {layout.optimizer},')}: "
         f"ZeRO {layout.zero}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, dp {layout.dp}, "
         f"micro-batch {layout.micro_batch} x {layout.accumulation}{_more(layout, ', ')}",
         "each rank holds",

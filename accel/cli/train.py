@@ -76,9 +76,12 @@ def command(
         given["precision"] = resume_as
     words = [f"{_KEYS[n]}={'true' if value is True else value}" for n, value in given.items() if value is not None]
     words += ["checkpoint.convert=true"] if resume_as is not None else []
-    for text in overrides:
+    for index, text in enumerate(overrides):
         if not text.startswith("--") or "=" not in text:
-            raise BadConfig(f"can't read the option {text!r}; write --key=value, e.g. --optimizer.lr=0.01")
+            value = next(iter(overrides[index + 1 : index + 2]), "--")
+            whole = text.startswith("--") and not value.startswith("--")
+            fix = f"{text}={value}" if whole else "--key=value, e.g. --optimizer.lr=0.01"
+            raise BadConfig(f"can't read the option {text!r}; write {fix}")
         words.append(text.removeprefix("--"))
     loaded = TrainConfig.load(find_config(config), words)
     if dry_run:

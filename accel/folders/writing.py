@@ -44,6 +44,8 @@ def cannot_write(error: OSError, path: Path | None = None) -> CannotWrite:
         )
     if error.errno in _TAKEN:
         return CannotWrite(f"{where}: {error.strerror}; choose another {another}")
+    if error.errno == errno.ENOENT:  # also if a file system such as /proc makes no folders
+        return CannotWrite(f"{where} can't be made; choose another {another}")
     return CannotWrite(f"{where}: {error.strerror or error}; check the path and the disk")
 
 

@@ -106,6 +106,7 @@ def _board(folder: Path) -> Any:
 
 
 def _memory() -> int:
+    """Returns the peak memory of this rank in bytes: of the tensors on a GPU, or the resident memory of the process."""
     import torch
 
     if torch.cuda.is_available():

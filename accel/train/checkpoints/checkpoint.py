@@ -317,8 +317,10 @@ class Checkpoints:
         said = ""
         for name, (size, crc) in list(run["files"].items())[rank::ranks]:
             file = path / name
-            if not file.is_file() or file.stat().st_size != size:
-                said = f"{file} is missing or cut short"
+            if not file.is_file():
+                said = f"{file} is missing"
+            elif (found := file.stat().st_size) != size:
+                said = f"{file} has {found} of {size} bytes"
             elif _crc32(file) != crc:
                 said = f"{file} has changed since it was written"
         return next((one for one in self._together(said) if one), "")

@@ -38,7 +38,8 @@ from .ulysses import Ulysses
 _POSITIONS = "position_ids"
 _FIX = (
     "let parallel.cp_split name the modules that embed tokens and positions, also a module that computes rotary "
-    "positions, and let only F.scaled_dot_product_attention look at other positions"
+    "positions, which has to do so for the whole length even if its input is cut, and let only "
+    "F.scaled_dot_product_attention look at other positions"
 )
 _LOSS_FIX = "let the loss be a sum over positions that are independent of each other, or use parallel.cp = 1"
 

@@ -35,7 +35,7 @@ _FIX = (
 )
 _SEQUENCE = (
     "; the sizes of an input (b, s, _ = x.shape) are sizes of a rank's part of the sequence: take them from a column's "
-    "output, or pass --parallel.sequence_parallel=false"
+    "output, also for rotary positions, or pass --parallel.sequence_parallel=false"
 )
 
 

@@ -63,7 +63,11 @@ def convert(module: nn.Module, config: PrecisionConfig, device: torch.device) ->
             layer: nn.Module = linear[name]
             layer.forward = _Layer(linear[name], rowwise=config.fp8 == "rowwise")
     said = f"{len(chosen)} of {len(linear)} linear layers compute in fp8"
-    return said + (f"; these don't: {', '.join(sorted(kept))}" if kept else ""), history
+    if kept:
+        said += f"; these don't: {', '.join(sorted(kept))}"
+    if chosen[-1] == [*linear][-1]:
+        said += f"; if {chosen[-1]} makes the model's output, precision.fp8_keep = {chosen[-1]!r} is more exact"
+    return said, history
 
 
 def _by_torchao(module: nn.Module, recipe: str, chosen: Any) -> None:

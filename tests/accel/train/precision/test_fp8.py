@@ -79,6 +79,8 @@ def test_what_stays_high_is_said(tmp_path: Path) -> None:
     """Fails if a layer that matches a pattern, or whose sizes aren't multiples of 16, runs in fp8, or isn't named."""
     said, _ = convert(_model(), PrecisionConfig(fp8="rowwise"), CPU)
     assert said == "1 of 3 linear layers compute in fp8; these don't: 1, 2"
+    said, _ = convert(_model()[:1], PrecisionConfig(fp8="rowwise"), CPU)
+    assert said.endswith("; if 0 makes the model's output, precision.fp8_keep = '0' is more exact")
     with pytest.raises(BadConfig, match="no linear layer for fp8"):
         convert(_model(), PrecisionConfig(fp8="rowwise", fp8_keep="0, x"), CPU)
     table = {"mode": "autocast-bf16", "fp8": "rowwise", "fp8_keep": "head, *.down"}

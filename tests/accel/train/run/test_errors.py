@@ -205,6 +205,10 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["examples/digits.toml", "--learning-rate=3"], "has no key learning_rate"),
         (["examples/digits.toml", "--nproc", "3"], "use --global-batch="),
         (["examples/digits.toml", "stray"], "write --key=value"),
+        (
+            ["examples/digits.toml", "--micro-batch", "8"],
+            "the option '--micro-batch'; write --micro-batch=8",
+        ),
         (["examples/digits.toml", "--nnodes", "2"], "pass the same --rendezvous HOST:PORT on each"),
         (["examples/digits.toml", "--nnodes", "1:2"], "pass the same --rendezvous HOST:PORT on each"),
         (["examples/digits.toml", "--nnodes", "2:1"], "write a number of machines, or a range MIN:MAX"),
