@@ -22,7 +22,7 @@ import accel.errors
 from accel.child import bound, own_temporary
 from accel.errors import AccelError, BadConfig, TrainingFailed
 from accel.folders.owner import owned
-from accel.folders.writing import make_folder
+from accel.folders.writing import beside, make_folder
 from accel.machine import available_cores
 from accel.progress import report
 
@@ -79,7 +79,8 @@ def train(
         shutil.rmtree(out / ERRORS, ignore_errors=True)
         watchdog.clear(out)
         (out / RESULT).unlink(missing_ok=True)
-        config_file.write_text(settings)
+        with beside(config_file) as temporary:
+            temporary.write_text(settings)
 
     with owned(out, rendezvous if nnodes != "1" else None, prepare) as first:
         if not first:
