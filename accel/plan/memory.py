@@ -79,12 +79,14 @@ def rank_params(spec: ModelSpec, layout: Layout) -> list[tuple[float, int]]:
     """Returns the parameters on a rank before ZeRO shards them, as pairs (parameters, ranks that ZeRO shards over).
 
     With e ranks that share the experts, a rank has 1 / e of the experts' parameters, and 1 / e of the data-parallel
-    ranks hold the same experts (Rajbhandari et al. 2022, "DeepSpeed-MoE", section 5.2).
+    ranks hold the same experts (Rajbhandari et al. 2022, "DeepSpeed-MoE", section 5.2). Tensor parallel doesn't cut
+    experts. With e > 1, ZeRO shards them over the tensor-parallel ranks too.
     """
     psi = stage_params(spec, layout)
-    if layout.ep == 1:
+    if layout.ep * layout.tp == 1 or layout.pp > 1 or not spec.expert_params:
         return [(psi, layout.shards)]
-    return [(psi - spec.expert_params, layout.shards), (spec.expert_params / layout.ep, layout.shards // layout.ep)]
+    holders = layout.shards // layout.ep * (layout.tp if layout.ep > 1 else 1)
+    return [(psi - spec.expert_params / layout.tp, layout.shards), (spec.expert_params / layout.ep, holders)]
 
 
 def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
@@ -271,10 +273,8 @@ def in_flight(layout: Layout) -> tuple[float, float]:
 
 def block_params(spec: ModelSpec, layout: Layout) -> float:
     """Returns the number of parameters on a rank of the largest block, which FSDP2 gathers and reduces at once."""
-    block = spec.block / layout.tp
-    if layout.ep > 1:
-        block -= (1 - 1 / layout.ep) * spec.expert_params / max(1, spec.mixtures)
-    return block
+    experts = spec.expert_params / max(1, spec.mixtures)
+    return (spec.block - experts) / layout.tp + experts / layout.ep
 
 
 def temporary(spec: ModelSpec, layout: Layout) -> float:

@@ -82,8 +82,8 @@ def layout_problems(axes: Axes, global_batch: int) -> Iterator[str]:
 def _experts(axes: Axes, ranks: int) -> Iterator[str]:
     if ranks % axes.ep:
         yield f"{ranks} data-parallel ranks can't form whole groups of ep {axes.ep}; use a divisor of {ranks}"
-    if axes.tp * axes.pp * axes.cp > 1:
-        yield "expert parallel works with data-parallel ranks only; use tp 1, pp 1 and cp 1 with ep"
+    if axes.pp * axes.cp > 1:
+        yield "expert parallel works with data- and tensor-parallel ranks only; use pp 1 and cp 1 with ep"
     if axes.zero == 0 or axes.replicate > 1 or axes.hpz or axes.qwz or axes.qgz or axes.offload:
         yield "expert parallel works with plain ZeRO only; use ZeRO 1, 2 or 3 without replicas, ZeRO++ and offload"
 

@@ -48,14 +48,16 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     block has a float32 scale. The ZeRO++ paper reduces gradients in int4 instead of int8. With hpZ, the gather for the
     backward pass stays in a group of ``hpz`` ranks.
     """
-    parts = []
+    outside, parts = spec.outside / layout.tp, []
     for psi, ranks in rank_params(spec, layout):
-        parts += _parts(spec, layout, psi, ranks)
+        parts += _parts(layout, psi, ranks, outside)
+        outside = 0.0  # the parameters of experts, which come last, are all inside blocks
     return parts
 
 
-def _parts(spec: ModelSpec, layout: Layout, psi: float, n: int) -> list[tuple[float, int]]:
-    """Returns the transfers for ``psi`` parameters, which ZeRO shards over ``n`` ranks."""
+def _parts(layout: Layout, psi: float, n: int, outside: float) -> list[tuple[float, int]]:
+    """Returns the transfers for ``psi`` parameters, which ZeRO shards over ``n`` ranks. ``outside`` of them are outside
+    the blocks."""
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     m = layout.accumulation
     near, far = n * layout.tp, n * layout.replicate * layout.tp
@@ -66,8 +68,7 @@ def _parts(spec: ModelSpec, layout: Layout, psi: float, n: int) -> list[tuple[fl
     if layout.zero < 3:
         return [(reductions * ring(gradient * psi, n) + ring(weight * psi, n), near), between]
     gathered = QUANTIZED if layout.qwz else wire
-    # The parameters of experts are all inside blocks.
-    again = psi - (spec.outside / layout.tp if n == layout.shards else 0)
+    again = psi - outside
     forward = m * ring(gathered * psi, n)
     backward = m * (ring(wire * again, layout.hpz) if layout.hpz else ring(gathered * again, n))
     reduction = m * ring((QUANTIZED if layout.qgz else gradient) * psi, n)
@@ -91,7 +92,10 @@ def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     if layout.tp == 1:
         return 0.0
     element = PRECISIONS[layout.precision][4]
-    halves = 8 if layout.recompute == "none" else 11 if layout.sequence_parallel else 10
+    halves: float = 8 if layout.recompute == "none" else 11 if layout.sequence_parallel else 10
+    if spec.mixtures:  # experts have no all-reduce, and recomputation repeats that of the attention before them
+        attention = 4 if layout.recompute == "none" else 6
+        halves -= (halves - attention) * spec.mixtures / spec.layers
     first = 2 if layout.cp == 1 else 2 * layout.cp + layout.sequence_parallel
     ends = (first + (2 if layout.pp == 1 else 0)) if spec.vocab else 0
     layers = -(-spec.layers // layout.pp)
@@ -131,11 +135,13 @@ def expert_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
     In each block with experts and each micro-batch, an all-to-all brings the k copies of each token to their experts,
     and a second one brings the results back. The backward pass sends as many bytes (Lepikhin et al. 2020, "GShard",
-    section 3.2). A rank sends (e - 1) / e of its k s b h elements. Recomputation repeats the forward pass.
+    section 3.2). A rank sends (e - 1) / e of its k s b h elements. Recomputation repeats the forward pass. With
+    sequence parallel, a rank has 1 / t of the tokens.
     """
     if layout.ep == 1:
         return 0.0
-    own = spec.top_k * spec.seq * layout.micro_batch * spec.hidden * layout.residual
+    parts = layout.tp if layout.sequence_parallel else 1
+    own = spec.top_k * spec.seq * layout.micro_batch * spec.hidden * layout.residual / parts
     passes = 2 if layout.recompute == "none" else 3
     return layout.accumulation * spec.mixtures * passes * 2 * ring(own, layout.ep)
 

@@ -153,6 +153,21 @@ def make_model(spec: str, seed: int) -> nn.Module:
     return made
 
 
+def _experts(module: nn.Module, config: TrainConfig, ranks: Ranks) -> tuple[Balance | None, list[nn.Module]]:
+    """Distributes the experts of ``module`` over the ranks. Returns the losses of the routers, or None if the run can't
+    have them, and the modules of the experts."""
+    p, found, experts = config.parallel, mixtures(module), list[nn.Module]()
+    parts = ranks.tp if p.sequence_parallel and found else None
+    if ranks.ep is not None or config.experts.capacity or parts is not None:
+        experts = dispatch.distribute(module, ranks.ep, config.experts.capacity, parts)
+    if found and p.pp * p.cp == 1:
+        balance = Balance(module, config.experts, ranks.world, ranks.device, tp=ranks.tp, parts=parts is not None)
+        return balance, experts
+    if config.experts != type(config.experts)():
+        raise BadConfig("the model has no mixture of experts that accel knows; leave out the table [experts]")
+    return None, experts
+
+
 def build(
     config: TrainConfig,
     ranks: Ranks,
@@ -185,13 +200,7 @@ def build(
     if config.precision.fp8 != "none":
         said, history = fp8.convert(module, config.precision, ranks.device)
         advice.append(said)
-    balance, experts = None, []
-    if ranks.ep is not None or config.experts.capacity:
-        experts = dispatch.distribute(module, ranks.ep, config.experts.capacity)
-    if mixtures(module) and p.tp * p.pp * p.cp == 1:
-        balance = Balance(module, config.experts, ranks.world, ranks.device)
-    elif config.experts != type(config.experts)():
-        raise BadConfig("the model has no mixture of experts that accel knows; leave out the table [experts]")
+    balance, experts = _experts(module, config, ranks)
     recompute(module, p.recompute)
     for block in blocks(module) if config.compile else ():
         block.compile()

@@ -84,7 +84,8 @@ class Accumulated:
                     targets, logits = targets
                 if self.cut is not None:
                     targets = self.cut.part(one_tensor(targets, "context parallel"))
-                with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
+                sharded = isinstance(getattr(outputs, "logits", outputs), DTensor)
+                with loss_parallel() if sharded else nullcontext():
                     total, count = self.loss(outputs, targets)
                     if self.lessons is not None:
                         with autocast(self.mode, self.device.type):

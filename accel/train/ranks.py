@@ -16,7 +16,7 @@ class Ranks:
     ``data`` is the mesh that ZeRO works over. The mesh ``data`` has one axis, or two axes (replicas and shards), and
     includes the ranks that share sequences (``cp``). The samples are divided into ``data_ranks`` parts, and this rank
     trains on part ``data_rank``. ``saving`` is a gloo group of all ranks. The ranks of ``ep`` hold different experts,
-    and the ranks of ``beside`` hold the same experts.
+    and the ranks of ``beside``, which include those of ``tp``, hold the same experts.
     """
 
     rank: int

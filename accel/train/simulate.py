@@ -238,6 +238,8 @@ class Sent(TorchDispatchMode):
             size = ring(args[0].nbytes, args[2])
         elif name == "all_reduce":
             size = 2 * ring(args[0].nbytes, dist.distributed_c10d._get_group_size_by_name(args[2]))
+        elif name == "all_to_all_single":
+            size = ring(args[0].nbytes, len(args[2]))
         else:
             return
         self.found.sent_tp += size

@@ -230,8 +230,8 @@ def normed() -> torch.nn.Module:
     return made
 
 
-def llama() -> torch.nn.Module:
-    """Makes a Llama of transformers with one key-value head and four query heads."""
+def llama(heads: int = 1) -> torch.nn.Module:
+    """Makes a Llama of transformers with four query heads and ``heads`` key-value heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -240,11 +240,16 @@ def llama() -> torch.nn.Module:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=1,
+        num_key_value_heads=heads,
         use_cache=False,
         initializer_range=0.2,
     )
     return LlamaForCausalLM(config)
+
+
+def paired_llama() -> torch.nn.Module:
+    """Makes a Llama whose key-value heads two tensor-parallel ranks can share."""
+    return llama(2)
 
 
 def labelled() -> list[dict[str, torch.Tensor]]:

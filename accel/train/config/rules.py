@@ -142,8 +142,8 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 def _experts(config: TrainConfig) -> Iterator[str]:
     p = config.parallel
-    if config.experts != type(config.experts)() and p.tp * p.pp * p.cp > 1:
-        yield "the losses and the capacity of experts need whole samples; use tp 1, pp 1 and cp 1 with [experts]"
+    if config.experts != type(config.experts)() and p.pp * p.cp > 1:
+        yield "the losses and the capacity of experts don't work with pp and cp; use pp 1 and cp 1 with [experts]"
     if p.ep > 1 and (config.compile or not config.drop_last):
         yield "expert parallel can't be combined with compile or smaller batches; use drop_last = true and no compile"
 

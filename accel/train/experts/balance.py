@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..config.schema import ExpertsConfig
 from .block import expert_count, mixtures
@@ -20,11 +22,24 @@ FIGURES = ("balance_loss", "z_loss", "expert_load", "dropped")
 class Balance:
     """The losses and figures of all routers of ``module``. ``ranks`` is the number of ranks that share a micro-batch.
 
-    The tokens of all these ranks count together, so that the losses don't depend on how the samples are divided.
+    The tokens of all these ranks count together, so that the losses don't depend on how the samples are divided. The
+    ranks of ``tp`` have the same samples. With ``parts``, each of them has different tokens of the samples.
     """
 
-    def __init__(self, module: nn.Module, config: ExpertsConfig, ranks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ExpertsConfig,
+        ranks: int,
+        device: torch.device,
+        *,
+        tp: DeviceMesh | None = None,
+        parts: bool = False,
+    ) -> None:
         self.config, self.ranks, self.device = config, ranks, device
+        self.same = tp.size() if tp is not None else 1  # the ranks that count the same targets
+        self.group = tp.get_group() if tp is not None and parts else None
+        self.again = 1 if parts else self.same  # the ranks that count the same tokens
         self.parts = list(mixtures(module).values())
         self.routed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.seen = torch.zeros(len(FIGURES), dtype=torch.float64, device=device)
@@ -62,7 +77,8 @@ class Balance:
         copies = [indices.flatten().bincount(minlength=size) for (_, indices), size in routed]
         tokens = len(self.routed[0][0])
         dropped = sum(self._dropped(part) for part in self.parts)
-        numbers = torch.tensor([tokens, float(count), float(dropped)], dtype=torch.float64, device=self.device)
+        own = [tokens / self.again, float(count) / self.same, float(dropped)]
+        numbers = torch.tensor(own, dtype=torch.float64, device=self.device)
         *each, rest = self._summed(torch.cat([*(c.double() for c in copies), numbers])).split([*self.sizes, 3])
         all_tokens, all_count, all_dropped = rest.tolist()
         balance = z = torch.zeros((), device=self.device)
@@ -76,10 +92,22 @@ class Balance:
         scale = all_count / (all_tokens * len(self.parts))
         balance, z = balance * scale, z * scale
         copied = sum(float(counts.sum()) for counts in each)
-        figures = (balance.detach(), z.detach(), load * float(count), all_dropped / copied * float(count))
-        self.seen += torch.tensor([float(value) for value in figures], dtype=torch.float64, device=self.device)
+        counted = float(count) / self.same
+        losses = (float(balance.detach()) / self.again, float(z.detach()) / self.again)
+        figures = (*losses, load * counted, all_dropped / copied * counted)
+        self.seen += torch.tensor(figures, dtype=torch.float64, device=self.device)
         routers: torch.Tensor = self.config.balance * balance + self.config.z * z
-        return total + routers
+        if isinstance(total, DTensor):  # of sharded logits
+            total = total.full_tensor()
+        return total + self._with_other_parts(routers)
+
+    def _with_other_parts(self, routers: torch.Tensor) -> torch.Tensor:
+        """Adds the losses of the tokens that the other tensor-parallel ranks have, which have their gradients there."""
+        if self.group is None:
+            return routers
+        whole = routers.detach().clone()
+        dist.all_reduce(whole, group=self.group)
+        return routers + (whole - routers.detach())
 
     def figures(self) -> dict[str, torch.Tensor]:
         """Returns the sums since the last call: both losses, the largest load of an expert in relation to the mean

@@ -52,9 +52,15 @@ def join(config: TrainConfig) -> Ranks:
     samples = config.data_ranks(world)
     common: dict[str, Any] = {"rank": rank, "world": world, "device": device, "saving": saving, "data_ranks": samples}
     if p.ep > 1:
-        mesh = init_device_mesh(device.type, (world // p.ep, p.ep), mesh_dim_names=("beside", "ep"))
-        data = mesh["beside", "ep"]._flatten("dp")
-        return Ranks(**common, data=data, ep=mesh["ep"], beside=mesh["beside"], data_rank=rank)
+        mesh = init_device_mesh(device.type, (samples // p.ep, p.ep, p.tp), mesh_dim_names=("beside", "ep", "tp"))
+        return Ranks(
+            **common,
+            data=mesh["beside", "ep"]._flatten("dp"),
+            tp=mesh["tp"] if p.tp > 1 else None,
+            ep=mesh["ep"],
+            beside=mesh["beside", "tp"]._flatten("same_experts"),
+            data_rank=rank // p.tp,
+        )
     if p.tp == p.pp == 1:
         two = p.zero > 0 and p.replicate > 1
         shape = (p.replicate, world // p.replicate) if two else (world,)

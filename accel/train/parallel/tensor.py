@@ -278,5 +278,7 @@ def check_replicated(
 
 
 def _is_on(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    names = mesh.mesh_dim_names or ()
-    return isinstance(parameter, DTensor) and set(names) <= set(parameter.device_mesh.mesh_dim_names or ())
+    """Tells whether the ranks of ``mesh`` share ``parameter``, so that DTensor sums its gradient over them."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return set(mesh.mesh.flatten().tolist()) <= set(parameter.device_mesh.mesh.flatten().tolist())

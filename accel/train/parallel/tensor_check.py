@@ -58,7 +58,7 @@ class Attention:
 class Tried:
     """The result of a forward pass on ``inputs``, with the output on the CPU and the attention calls in order.
 
-    ``output`` is None if the model didn't return a tensor.
+    ``output`` is None if the model returned neither a tensor nor an object with logits.
     """
 
     inputs: Any
@@ -176,6 +176,7 @@ def attempt(module: nn.Module, inputs: Any, running: list[str]) -> Tried:
             handle.remove()
         for part in training:
             part.training = True
+    found = getattr(found, "logits", found)
     whole = found.full_tensor() if isinstance(found, DTensor) else found
     output = whole.cpu() if isinstance(whole, torch.Tensor) else None
     return Tried(inputs=inputs, output=output, attentions=tuple(watched.found))

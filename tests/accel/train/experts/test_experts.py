@@ -24,6 +24,7 @@ from accel.train.parallel.zero import shard
 from accel.train.run.launch import train
 from accel.train.shards import local
 from accel.train.simulate import fake_world
+from tests.accel.train.parallel.suite import MOE_PLAN
 from tests.support.runs import SMALL, config_of, logged, trainer_of
 
 MOE = f"{SMALL}:moe"
@@ -148,14 +149,15 @@ def test_the_plan_counts_experts_once() -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_to_another_ep_and_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Trains 2 steps on two ranks with half of the experts each, then 2 steps on one rank with all. Fails if the losses
-    differ from those of one undisturbed rank, which they would if experts or moments were mixed up. Then exports the
-    run, and compares the ONNX model with the module."""
+    """Trains 2 steps on four ranks with half of the experts and half of the attention each, then 2 steps on one rank
+    with all. Fails if the losses differ from those of one undisturbed rank, which they would if experts or moments were
+    mixed up. Then exports the run, and compares the ONNX model with the module."""
     from accel.cli import group, run
 
     words = {"model": MOE, "global_batch": 8, "experts": {"balance": 0.1}, "optimizer": {"lr": 3e-3}}
     out = tmp_path / "moved"
-    train(config_of(steps=2, **words, micro_batch=4, parallel={"ep": 2, "zero": 3}), out, nproc=2)
+    split = {"parallel": {"tp": 2, "ep": 2, "zero": 3}, "tensor_parallel": MOE_PLAN}
+    train(config_of(steps=2, **words, **split, micro_batch=4), out, nproc=4)
     alone, moved = (trainer_of(folder, **words, micro_batch=8) for folder in (tmp_path / "alone", out))
     moved.resume()
     wanted = _losses(alone, 4)
@@ -232,7 +234,7 @@ def _data(code: Path) -> list[dict[str, torch.Tensor]]:
     [
         ({"parallel": {"ep": 3, "zero": 1}}, 2, "groups of ep 3"),
         ({"parallel": {"ep": 2}}, 2, "use ZeRO 1, 2 or 3"),
-        ({"parallel": {"ep": 2, "zero": 1, "tp": 2}}, 4, "use tp 1, pp 1 and cp 1 with ep"),
+        ({"parallel": {"ep": 2, "zero": 1, "pp": 2}}, 4, "use pp 1 and cp 1 with ep"),
         ({"parallel": {"ep": 2, "zero": 1}, "drop_last": False}, 2, "use drop_last = true"),
         ({"parallel": {"cp": 2}, "experts": {"z": 1.0}}, 2, "cp 1 with [experts]"),
         ({"experts": {"capacity": -1.0}}, 1, "experts.capacity is -1.0"),

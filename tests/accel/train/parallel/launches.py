@@ -26,8 +26,10 @@ NEEDS = {
     "test_gradients_equal_under_uneven_targets": "gradients",
     "test_final_weights_are_the_trained_ones": "final",
     "test_a_wrong_layout_is_said": "refused",
+    "test_rounding_is_no_wrong_layout": "refused",
     "test_bytes_a_rank_equal_the_formula": "bytes",
     "test_stages_send_what_the_plan_says": "pipeline",
+    "test_experts_take_what_the_plan_says": "experts",
     "test_an_overflow_on_one_rank_skips_the_step_on_all": "spiky",
     "test_a_weight_that_is_no_number_is_named_by_all_ranks": "not a number",
     "test_all_ranks_pass_over_one_ranks_damaged_shard": "damaged",
@@ -57,7 +59,7 @@ def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
             world = int(name.partition("-> ")[2][0])
             orders[int(name[5])].setdefault("final", [])
         else:
-            world = params.get("world", {"refused": 2, "bytes": 4}.get(key, 0))
+            world = params.get("world", {"refused": 2, "bytes": 4, "experts": 4}.get(key, 0))
         both = (2, 4) if key in ("adamw", "power_sgd") or not world else (world,)
         for one in both:
             named = orders[one].setdefault(key, [])

@@ -85,6 +85,13 @@ SHARED = {
         "ring, PP 2, TP 2, no sequence parallel": [*RING, *GPIPE, "parallel.tp=2", WHOLE],
     },
 }  # fmt: skip
+# In these layouts, two of four ranks have different experts, and two share each tensor.
+_EXPERTS = [f"model={SMALL}:moe", "parallel.ep=2", "parallel.tp=2", "micro_batch=4"]
+EXPERTS = {
+    "ZeRO 3": [*_EXPERTS, "parallel.zero=3"],
+    "ZeRO 1, full recomputation": [*_EXPERTS, "parallel.zero=1", "parallel.recompute=full"],
+    "ZeRO 2, no sequence parallel": [*_EXPERTS, "parallel.zero=2", WHOLE],
+}
 FAST_SHARED = {
     2: ("Ulysses", "ring"),
     4: ("Ulysses, TP 2", "ring, TP 2, no sequence parallel", "Ulysses, PP 2"),
@@ -162,6 +169,28 @@ def _of_a_step(trainer: Trainer) -> dict[str, float]:
         "optimizer": sum(t.nbytes for t in trainer.optimizer.tensors()),
         "sent": seen.sent,
     }
+
+
+def of_experts(start: Start, names: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
+    """Returns the bytes of this rank's optimizer states, and the bytes that it sends over each axis in its second
+    step."""
+    found = {}
+    for name in names:
+        _clear_sharding_prop_cache()
+        trainer = start(EXPERTS[name], folder / "none")
+        batches = trainer.batches()
+        trainer.one_step(batches)
+        with Sent(seen := Simulated()):
+            trainer.one_step(batches)
+        ranks = trainer.ranks
+        assert ranks.ep is not None
+        assert ranks.beside is not None
+        shared = {
+            axis: seen.groups[mesh.get_group().group_name] for axis, mesh in (("ep", ranks.ep), ("same", ranks.beside))
+        }
+        states = sum(t.nbytes for t in trainer.optimizer.tensors())
+        found[name] = {"optimizer": states, **_over_axes(seen, ranks), **shared}
+    return found
 
 
 def sent_by_stages(start: Start, names: Sequence[str], world: int, folder: Path) -> dict[str, float]:

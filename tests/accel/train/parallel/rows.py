@@ -52,7 +52,7 @@ MASKED = f"model={SMALL}:masked"
 WINDOWED = f"model={SMALL}:windowed"
 RING = ["parallel.cp=2", "parallel.cp_method=ring"]
 NORMED = f"model={SMALL}:normed"
-LLAMA = f"model={SMALL}:llama"
+LLAMA, PAIRED_LLAMA = f"model={SMALL}:llama", f"model={SMALL}:paired_llama"
 WHOLE = "parallel.sequence_parallel=false"
 SCALED = ["precision.loss_scale=1024"]
 SIXTEEN = {
@@ -120,6 +120,9 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "CP 2 (Ulysses) x ZeRO 0, masks": [MASKED, "parallel.cp=2"],
         "ZeRO 0, experts": [*EXPERTS, "micro_batch=4"],
         "EP 2 x ZeRO 1, experts": ["parallel.ep=2", "parallel.zero=1", *EXPERTS, "micro_batch=4"],
+        "TP 2, paired Llama, no sequence parallel": [PAIRED_LLAMA, "parallel.tp=2", WHOLE],
+        "TP 2, experts": ["parallel.tp=2", *EXPERTS],
+        "TP 2, experts, clipping, no sequence parallel": ["parallel.tp=2", "optimizer.clip=0.1", *EXPERTS, WHOLE],
         "EP 2 x ZeRO 3, full recomputation, experts, clipping": [
             "parallel.ep=2", "parallel.zero=3", "parallel.recompute=full", "optimizer.clip=0.1", *EXPERTS,
             "micro_batch=4",
@@ -179,6 +182,13 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "EP 2 x ZeRO 3, experts": ["parallel.ep=2", "parallel.zero=3", *EXPERTS],
         "CP 4 (ring) x ZeRO 1, masks": [MASKED, "parallel.cp=4", "parallel.cp_method=ring", "parallel.zero=1"],
         "CP 4 (ring) x ZeRO 1": ["parallel.cp=4", "parallel.cp_method=ring", "parallel.zero=1"],
+        "TP 2 x EP 2 x ZeRO 1, experts, clipping": [
+            "parallel.tp=2", "parallel.ep=2", "parallel.zero=1", "optimizer.clip=0.1", *EXPERTS,
+        ],
+        "TP 2 x EP 2 x ZeRO 3, full recomputation, experts, no sequence parallel": [
+            "parallel.tp=2", "parallel.ep=2", "parallel.zero=3", "parallel.recompute=full", *EXPERTS, WHOLE,
+        ],
+        "TP 2 x ZeRO 3, experts": ["parallel.tp=2", "parallel.zero=3", *EXPERTS],
         "EP 4 x ZeRO 1, experts, clipping": ["parallel.ep=4", "parallel.zero=1", "optimizer.clip=0.1", *EXPERTS],
         "PP 4, GPipe": ["parallel.pp=4", "parallel.pipeline=gpipe"],
         "CP 2 (Ulysses) x TP 2, sequence parallel": ["parallel.cp=2", "parallel.tp=2"],
@@ -218,6 +228,7 @@ ONLY: dict[int, dict[str, list[str]]] = {
         "PP 2 x ZeRO 1 x TP 2, 1F1B, clipping": [
             "parallel.pp=2", "parallel.tp=2", "parallel.zero=1", "optimizer.clip=0.1",
         ],
+        "TP 2 x EP 2 x ZeRO 2, experts": ["parallel.tp=2", "parallel.ep=2", "parallel.zero=2", *EXPERTS],
         "TP 2 x ZeRO 3 in 2 replicas": ["parallel.tp=2", "parallel.zero=3", "parallel.replicate=2"],
         "PP 2 x ZeRO 1 in 2 replicas": ["parallel.pp=2", "parallel.zero=1", "parallel.replicate=2", "micro_batch=1"],
         "ZeRO 3 in 2 replicas, hpZ 2": [
@@ -315,6 +326,9 @@ FAST: dict[int, tuple[str, ...]] = {
         "ZeRO 0, experts",
         "EP 2 x ZeRO 1, experts",
         "EP 2 x ZeRO 3, full recomputation, experts, clipping",
+        "TP 2, paired Llama, no sequence parallel",
+        "TP 2, experts",
+        "TP 2, experts, clipping, no sequence parallel",
     ),
     4: (
         "ZeRO 3",
@@ -326,6 +340,8 @@ FAST: dict[int, tuple[str, ...]] = {
         "PP 2 x TP 2, zero-bubble, clipping",
         "PP 4, GPipe",
         "EP 2 x ZeRO 3, experts",
+        "TP 2 x EP 2 x ZeRO 1, experts, clipping",
+        "TP 2 x EP 2 x ZeRO 3, full recomputation, experts, no sequence parallel",
         "CP 2 (ring) x TP 2, sequence parallel, two modules cut, clipping",
         "CP 2 (Ulysses) x PP 2 x ZeRO 2, interleaved",
     ),

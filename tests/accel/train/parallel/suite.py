@@ -52,6 +52,18 @@ OWN_PLAN = {
 
 # The tensor-parallel plan of ``small_gpt.py:normed``.
 NORMED_PLAN = PLAN | {"blocks.*.attention.norm_?": "heads"}
+# The tensor-parallel plan of ``small_gpt.py:paired_llama``. A model of transformers takes the length from its input.
+LLAMA_PLAN = {
+    "model.embed_tokens": "vocabulary",
+    "model.layers.*.self_attn.[qkv]_proj": "column",
+    "model.layers.*.self_attn.o_proj": "row",
+    "model.layers.*.mlp.gate_proj": "column",
+    "model.layers.*.mlp.up_proj": "column",
+    "model.layers.*.mlp.down_proj": "row",
+    "lm_head": "vocabulary",
+}
+# The tensor-parallel plan of ``small_gpt.py:moe``, whose blocks have experts in place of an MLP.
+MOE_PLAN = {name: style for name, style in PLAN.items() if name not in ("blocks.*.up", "blocks.*.down")}
 _TOKENS = "parallel.cp_split=model.embed_tokens"
 
 
@@ -73,6 +85,10 @@ def config(overrides: list[str]) -> TrainConfig:
         body["tensor_parallel"] = OWN_PLAN
     if body["model"].endswith(":normed"):
         body["tensor_parallel"] = NORMED_PLAN
+    if body["model"].endswith(":paired_llama"):
+        body["tensor_parallel"] = LLAMA_PLAN
+    if body["model"].endswith(":moe"):
+        body["tensor_parallel"] = MOE_PLAN
     if "micro_batch" not in body:
         axes = body.get("parallel", {})
         sharing = axes.get("tp", 1) * axes.get("cp", 1)
@@ -296,6 +312,7 @@ PARTS: dict[str, _Part] = {
     "bytes": lambda names, _, folder, __: rank_bytes.held_and_sent(start, names, folder),
     "refused": _refused,
     "context parallel": lambda names, world, folder, _: rank_bytes.of_shared_sequences(start, names, world, folder),
+    "experts": lambda names, _, folder, __: rank_bytes.of_experts(start, names, folder),
     "power_sgd": _power_sgd,
     "power_sgd resumed": _power_sgd_resumed,
     "resumed": _resumed,

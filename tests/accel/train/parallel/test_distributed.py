@@ -52,6 +52,7 @@ def _reference(name: str) -> str:
         "masks",
         "windows",
         "norms over heads",
+        "paired Llama",
         "Llama",
         "fp8, delayed",
     )
@@ -87,6 +88,7 @@ _REFERENCES: dict[str, list[str]] = {
     "masks": [rows.MASKED],
     "windows": [rows.WINDOWED],
     "norms over heads": [rows.NORMED],
+    "paired Llama": [rows.PAIRED_LLAMA],
     "Llama": [rows.LLAMA],
     "fp8, delayed": rows.FP8,
     "experts": [*rows.EXPERTS, "micro_batch=8"],
@@ -241,8 +243,8 @@ def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, 
     for rank in results[world]["ranks"]:
         seen = rank["on"][name]
         assert seen["offload"] == ("CPU offload" in name)
-        # Fewer ranks hold the same experts.
-        sizes = {2} if "hpZ 2" in name else {shards, shards // p.ep}
+        # Fewer ranks hold the same experts, those of tensor parallel among them.
+        sizes = {2} if "hpZ 2" in name else {shards, shards // p.ep * (p.tp if p.ep > 1 else 1)}
         assert seen["shards between the passes"] == (sorted(sizes) if p.zero == 3 else [])
         assert set(seen["compiled"]) <= {"compiled" in name}
         assert (seen["frames"] > 0) == ("compiled" in name)

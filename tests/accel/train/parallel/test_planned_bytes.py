@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accel.api.plan import layout_of_config
+from accel.api.plan import layout_of_config, spec_of_config
 from accel.plan.measure import spec_of
 from accel.plan.memory import activations, kept_activations, layer_activations, model_states
 from accel.plan.spec import Layout, ModelSpec
-from accel.plan.traffic import data_parallel_bytes, pipeline_bytes, traffic
+from accel.plan.traffic import data_parallel_bytes, pipeline_bytes, ring, traffic
 from accel.sources.python_object import load_object
 from tests.accel.train.parallel import launches, rank_bytes, suite
 
@@ -111,6 +112,30 @@ def test_context_parallel_keeps_and_sends_what_the_plan_says(
         assert planned["tp"] <= seen["tp"] <= planned["tp"] * (1.035 if layout.sequence_parallel else 1.01)
     if layout.pp > 1:
         assert planned["pp"] <= seen["pp"] <= planned["pp"] + 64
+
+
+@pytest.mark.parametrize("name", launches.marked_one(rank_bytes.EXPERTS, ["ZeRO 3"]))
+def test_experts_take_what_the_plan_says(results: dict[int, dict[str, Any]], name: str) -> None:
+    """Fails if the planned optimizer states or bytes of experts on tensor-parallel ranks differ from those of four
+    ranks. The plan divides all parameters but experts by tp, although a rank has whole positions, norms, routers and
+    biases of rows. It leaves out their gradients over tp, and the numbers of tokens."""
+    made = suite.config(rank_bytes.EXPERTS[name])
+    spec, layout = spec_of_config(made), layout_of_config(made, 4)
+    planned = traffic(spec, layout)
+    ranks = [rank["experts"][name] for rank in results[4]["ranks"]]
+    whole = re.compile(r"positions|norm|gate\.|out\.bias")
+    named = [*load_object(made.model, "factory")[1]().named_parameters()]
+    uncut = sum(p.numel() for name, p in named if whole.search(name))
+    states = sum(rank["optimizer"] for rank in ranks) / 4
+    assert states == pytest.approx(model_states(spec, layout)[2] + 4 * uncut / 2 / 2, rel=0.005)
+    # FSDP2 also reduces and gathers the other half of the uncut parameters, and pads shards.
+    inside = sum(p.numel() for name, p in named if whole.search(name) and name.startswith("blocks"))
+    more = 2 * ring(4 * uncut / 2, 2) + (ring(4 * inside / 2, 2) if layout.zero == 3 else 0.0)
+    # The tokens don't choose all experts equally often, so a rank may send more than another.
+    assert sum(rank["ep"] for rank in ranks) / 4 == pytest.approx(planned["ep"], rel=0.01)
+    for rank in ranks:
+        assert rank["dp"] + rank["same"] == pytest.approx(planned["dp"] + more, rel=0.01)
+        assert planned["tp"] <= rank["tp"] <= planned["tp"] + 2 * ring(4 * uncut, 2)
 
 
 @pytest.mark.parametrize("again", ["none", "full"])
