@@ -153,10 +153,19 @@ def make_model(spec: str, seed: int) -> nn.Module:
     return made
 
 
-def _experts(module: nn.Module, config: TrainConfig, ranks: Ranks) -> tuple[Balance | None, list[nn.Module]]:
+def _experts(
+    module: nn.Module, config: TrainConfig, ranks: Ranks, styles: Iterable[str]
+) -> tuple[Balance | None, list[nn.Module]]:
     """Distributes the experts of ``module`` over the ranks. Returns the losses of the routers, or None if the run can't
-    have them, and the modules of the experts."""
+    have them, and the modules of the experts. Tensor parallel cuts the modules ``styles``, which must not be routers or
+    experts."""
     p, found, experts = config.parallel, mixtures(module), list[nn.Module]()
+    whole = {part for name in found for part in (name, f"{name}.gate", f"{name}.experts")}
+    if cut := next((name for name in styles if name in whole), None):
+        raise BadConfig(
+            f"[tensor_parallel] gives {cut} a style, but every rank needs whole routers and experts; leave {cut} out "
+            "of [tensor_parallel]"
+        )
     parts = ranks.tp if p.sequence_parallel and found else None
     if ranks.ep is not None or config.experts.capacity or parts is not None:
         experts = dispatch.distribute(module, ranks.ep, config.experts.capacity, parts)
@@ -200,7 +209,7 @@ def build(
     if config.precision.fp8 != "none":
         said, history = fp8.convert(module, config.precision, ranks.device)
         advice.append(said)
-    balance, experts = _experts(module, config, ranks)
+    balance, experts = _experts(module, config, ranks, styles)
     recompute(module, p.recompute)
     for block in blocks(module) if config.compile else ():
         block.compile()

@@ -286,6 +286,7 @@ def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path])
         ("mean loss", PLAN, ["parallel.tp=1", "parallel.cp=2", f"loss={HERE}:mean_loss"]),
         ("own loss", {}, [rows.LLAMA, f"data={HERE}:labelled", "parallel.tp=1", "parallel.cp=2", _TOKENS]),
         ("numbers of parts", {}, [rows.LLAMA, "parallel.tp=1", *rows.RING, _TOKENS]),
+        ("styled experts", MOE_PLAN | {"blocks.*.mlp": "sequence"}, [f"model={HERE}:moe"]),
         ("wrong chain", PLAN, [f"model={HERE}:wrong_chain", "parallel.tp=1", "parallel.pp=2"]),
     ):
         made = dataclasses.replace(config(["parallel.tp=2", *overrides]), tensor_parallel=plan)
