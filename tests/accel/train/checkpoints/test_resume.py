@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -243,12 +244,14 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
     resumed = trainer_of(tmp_path)
     resumed.resume()
     assert resumed.step == 1
-    next((tmp_path / "checkpoints" / "step-00000001").glob("*.distcp")).unlink()
-    with pytest.raises(
-        BadCheckpoint,
-        match=r"no checkpoint can be read: .*has \d+ of \d+ bytes; restore a checkpoint, or start with --fresh",
-    ):
-        trainer_of(tmp_path).resume()
+    shard = next((tmp_path / "checkpoints" / "step-00000001").glob("*.distcp"))
+    size = shard.stat().st_size
+    os.truncate(shard, 7)
+    for damage in (f"has 7 of {size} bytes", "is missing"):
+        said = f"no checkpoint can be read: {shard} {damage}; restore a checkpoint, or start with --fresh"
+        with pytest.raises(BadCheckpoint, match=re.escape(said)):
+            trainer_of(tmp_path).resume()
+        shard.unlink(missing_ok=True)
 
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
