@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,12 +125,10 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
 
         reductions = compare(chosen.spec, chosen.layout, machine, 1 if given["servers"] is None else given["servers"])
         body["reductions"] = [vars(one) for one in reductions]
-        say.result(body, lambda: _noted(_comparison(reductions, chosen), out, lacks))
-        return
-    say.result(
-        body,
-        lambda: _noted(_table(found, chosen, machine) if given["hbm"] else words(chosen, machine), out, lacks),
-    )
+        show = partial(_comparison, reductions, chosen)
+    else:
+        show = partial(_table, found, chosen, machine) if given["hbm"] else partial(words, chosen, machine)
+    say.result(body, lambda: _noted(show(), out, lacks))
 
 
 def _noted(shown: Any, out: Path | None, lacks: Sequence[str]) -> Any:
@@ -309,13 +308,12 @@ def assumptions(machine: Machine, plan: Plan) -> list[str]:
 def _size(value: float | None) -> str:
     if value is None:
         return "unknown"
-    if value < 1e8:
-        return f"{value / 1e6:9.3f} MB  {value / 2**20:9.3f} MiB"
-    return f"{value / 1e9:9.3f} GB  {value / 2**30:9.3f} GiB"
+    binary = f"{value / 2**20:9.3f} MiB" if value < 1e8 else f"{value / 2**30:9.3f} GiB"
+    return f"{_bytes(value, 9)}  {binary}"
 
 
-def _moved_bytes(value: float) -> str:
-    return f"{value / 1e6:.3f} MB" if value < 1e8 else f"{value / 1e9:.3f} GB"
+def _bytes(value: float, width: int = 0) -> str:
+    return f"{value / 1e6:{width}.3f} MB" if value < 1e8 else f"{value / 1e9:{width}.3f} GB"
 
 
 def _model(params: float, ranks: int, how: str) -> str:
@@ -345,13 +343,13 @@ def _moved(plan: Plan) -> str:
     read, written = disk_bytes(plan.spec, plan.layout)
     if read == written:
         return "read and written in a step"
-    return f"of which a step reads {_moved_bytes(read)} and writes {_moved_bytes(written)}"
+    return f"of which a step reads {_bytes(read)} and writes {_bytes(written)}"
 
 
 def words(plan: Plan, machine: Machine) -> str:
     """Returns the plan of one layout as lines of text."""
     m, layout, t = plan.memory, plan.layout, plan.time
-    sent = ", ".join(f"{axis} {_moved_bytes(size)}" for axis, size in plan.sent.items() if size) or "nothing"
+    sent = ", ".join(f"{axis} {_bytes(size)}" for axis, size in plan.sent.items() if size) or "nothing"
     lines = [
         f"{_model(plan.spec.params, layout.world, f', {layout.precision}, {layout.optimizer},')}: "
         f"ZeRO {layout.zero}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, dp {layout.dp}, "

@@ -106,7 +106,7 @@ def _board(folder: Path) -> Any:
 
 
 def _memory() -> int:
-    """Returns the peak memory of this rank in bytes: of the tensors on a GPU, or the resident memory of the process."""
+    """Returns this rank's peak memory in bytes. On a GPU, counts the tensors. On a CPU, counts the whole process."""
     import torch
 
     if torch.cuda.is_available():

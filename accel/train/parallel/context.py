@@ -302,8 +302,11 @@ def _problem(run: Callable[[], Any], expected: torch.Tensor, limit: float, aroun
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the largest distance of a position of ``found`` from ``expected`` in the 2-norm, relative to the norm of
-    this position, or of the mean position if that is larger. Infinite values have to be equal."""
+    """Returns the largest relative distance between a position of ``found`` and of ``expected``, in the 2-norm.
+
+    Divides the distance by the norm of the expected position, or by the mean norm of all positions if that is larger.
+    Infinite values have to be equal.
+    """
     apart = torch.where(found == expected, 0.0, found - expected).norm(dim=-1)
     size = torch.where(expected.isfinite(), expected, 0.0).norm(dim=-1)
     relative = apart / torch.maximum(size, size.mean())

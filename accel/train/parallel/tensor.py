@@ -278,7 +278,7 @@ def check_replicated(
 
 
 def _is_on(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Tells whether the ranks of ``mesh`` share ``parameter``, so that DTensor sums its gradient over them."""
+    """Tells whether ``parameter`` is a DTensor over all ranks of ``mesh``. Its gradient is then summed over them."""
     if not isinstance(parameter, DTensor):
         return False
     return set(mesh.mesh.flatten().tolist()) <= set(parameter.device_mesh.mesh.flatten().tolist())

@@ -84,7 +84,7 @@ def train(
 
     with owned(out, rendezvous if nnodes != "1" else None, prepare) as first:
         if not first:
-            _same(config_file, settings)
+            _check_settings(config_file, settings)
         program = ["-m", watchdog.RANK, str(config_file), str(out), str(os.getpid())]
         if nproc > 1 or nnodes != "1" or max_restarts:
             where = ["--standalone"] if rendezvous is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
@@ -149,7 +149,7 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
         raise BadConfig(found[-1])
 
 
-def _same(config_file: Path, settings: str) -> None:
+def _check_settings(config_file: Path, settings: str) -> None:
     """Raises ``BadConfig`` if the first machine of this run trains with other ``settings`` than this machine.
 
     Waits a few seconds for the file of the first machine, because a file system without locks lets this machine start
@@ -157,7 +157,7 @@ def _same(config_file: Path, settings: str) -> None:
     """
     own, deadline = json.loads(settings), time.monotonic() + _SETTINGS_SECONDS
     while True:
-        first = json.loads(config_file.read_text() or "{}") if config_file.is_file() else {}
+        first = json.loads(config_file.read_text()) if config_file.is_file() else {}
         other = sorted(name for name in own if own[name] != first.get(name))
         if not other:
             return

@@ -85,7 +85,7 @@ SHARED = {
         "ring, PP 2, TP 2, no sequence parallel": [*RING, *GPIPE, "parallel.tp=2", WHOLE],
     },
 }  # fmt: skip
-# In these layouts, two of four ranks have different experts, and two share each tensor.
+# Each of these layouts has four ranks: two ranks divide the experts, and two divide the other tensors.
 _EXPERTS = [f"model={SMALL}:moe", "parallel.ep=2", "parallel.tp=2", "micro_batch=4"]
 EXPERTS = {
     "ZeRO 3": [*_EXPERTS, "parallel.zero=3"],
@@ -182,14 +182,8 @@ def of_experts(start: Start, names: Sequence[str], folder: Path) -> dict[str, di
         trainer.one_step(batches)
         with Sent(seen := Simulated()):
             trainer.one_step(batches)
-        ranks = trainer.ranks
-        assert ranks.ep is not None
-        assert ranks.beside is not None
-        shared = {
-            axis: seen.groups[mesh.get_group().group_name] for axis, mesh in (("ep", ranks.ep), ("same", ranks.beside))
-        }
         states = sum(t.nbytes for t in trainer.optimizer.tensors())
-        found[name] = {"optimizer": states, **_over_axes(seen, ranks), **shared}
+        found[name] = {"optimizer": states, **_over_axes(seen, trainer.ranks)}
     return found
 
 
@@ -208,8 +202,10 @@ def sent_by_stages(start: Start, names: Sequence[str], world: int, folder: Path)
 
 
 def _over_axes(found: Simulated, ranks: Ranks) -> dict[str, float]:
-    """Returns the bytes that were sent over each axis of the ranks."""
-    meshes = {"dp": ranks.data, "tp": ranks.tp, "pp": ranks.pp, "cp": ranks.cp}
+    """Returns the bytes that were sent over each axis of the ranks. ``same`` are the ranks with the same experts."""
+    meshes = {
+        "dp": ranks.data, "tp": ranks.tp, "pp": ranks.pp, "cp": ranks.cp, "ep": ranks.ep, "same": ranks.beside,
+    }  # fmt: skip
     return {
         axis: sum(found.groups[mesh.get_group(index).group_name] for index in range(mesh.ndim))
         for axis, mesh in meshes.items()

@@ -81,14 +81,9 @@ def config(overrides: list[str]) -> TrainConfig:
     }
     for text in overrides:
         override(body, text)
-    if body["model"].endswith(":decoder"):
-        body["tensor_parallel"] = OWN_PLAN
-    if body["model"].endswith(":normed"):
-        body["tensor_parallel"] = NORMED_PLAN
-    if body["model"].endswith(":paired_llama"):
-        body["tensor_parallel"] = LLAMA_PLAN
-    if body["model"].endswith(":moe"):
-        body["tensor_parallel"] = MOE_PLAN
+    plans = {"decoder": OWN_PLAN, "normed": NORMED_PLAN, "paired_llama": LLAMA_PLAN, "moe": MOE_PLAN}
+    if plan := plans.get(body["model"].rpartition(":")[2]):
+        body["tensor_parallel"] = plan
     if "micro_batch" not in body:
         axes = body.get("parallel", {})
         sharing = axes.get("tp", 1) * axes.get("cp", 1)

@@ -230,7 +230,7 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 
 @pytest.mark.slow
 def test_rounding_is_no_wrong_layout(results: dict[int, dict[str, Any]]) -> None:
-    """Fails if context parallel takes the rounding of bfloat16 for a change of the model's output."""
+    """Fails if context parallel refuses a right model because bfloat16 rounds its output."""
     assert all("right in bf16" not in rank["refused"] for rank in results[2]["ranks"])
 
 
